@@ -28,6 +28,9 @@ MULTITHREADING = ("all_logical", "single_logical")
 DIVIDING_MODES = frozenset({"exclusive", "single_unique", "unique_interleaved", "unique_contiguous"})
 """The modes that give a physical core to one GPU only."""
 
+PER_GPU_MODES = DIVIDING_MODES | {"core-complex"}
+"""The modes that choose among the CPUs of a node by the GPU."""
+
 MEMORY_MODES = ("preferred", "bind")
 
 

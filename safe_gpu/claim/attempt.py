@@ -478,7 +478,7 @@ class Attempt:
         if enclosing is not None:
             if find_enclosing(view.others.claims, view.scope, view.snapshot.name_prefix) is None:
                 return False
-        elif any(view.closed.rules.why_drained(gpu) for gpu in gpus):
+        elif any(view.closed.rules.why_closed(gpu) for gpu in gpus):
             return False  # it was drained or reserved meanwhile
         if not host.is_current(queue=False):
             return False

@@ -67,5 +67,5 @@ class ClosedGpus:
         reserved: Mapping[str, str] = {}
         if self._windows:
             reserved = why_reserved(windows_against(self._windows, os.geteuid()), time.time(), hold_for)
-        self.rules = self.rules._replace(drained={**reserved, **self._drained})
-        self.rules_for_others = self.rules._replace(drained=self._drained)
+        self.rules = self.rules._replace(closed={**reserved, **self._drained})
+        self.rules_for_others = self.rules._replace(closed=self._drained)

@@ -273,5 +273,5 @@ def current_verdicts(
     from .report import holders_now
 
     claimed = holders_now(snapshot, inside)
-    rules = Rules.of(os.environ)._replace(drained=closed_now())
+    rules = Rules.of(os.environ)._replace(closed=closed_now())
     return judge(snapshot, request, Known(claimed, visible_limit, describe=describe_process, rules=rules))

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..affinity.binding import BindingReport, bind_claim, restore_state
-from ..affinity.planner import AffinityOptions
+from ..affinity.planner import PER_GPU_MODES, AffinityOptions
 from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
 from ..drivers.base import Driver
@@ -42,9 +42,6 @@ from .claim import Claim, ClaimVariables, initializers, share_variables
 from .polls import driver_pids
 from .search import acquire
 from .view import HostView
-
-# The affinity modes that divide the CPUs of a node among its GPUs.
-_DIVIDING = ("exclusive", "core-complex")
 
 # The owner that holds GPUs in this process, "current". There is at most one, because a process has one
 # CUDA_VISIBLE_DEVICES. It is also "gpu_owner" if it was made by a function.
@@ -355,7 +352,7 @@ class GPUOwner:
             return
         # Only now, unlike the other steps: bind_claim takes itself back where it fails.
         self._undo.callback(self._unless_forked, restore_state)
-        if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
+        if self.share is not None and options.binding is not None and options.binding.mode in PER_GPU_MODES:
             note = "every claim that shares these GPUs gets the same CPUs"
             report = report._replace(notes=(*report.notes, note))
         self.binding = report

@@ -473,7 +473,7 @@ def _running_clock(seconds: float) -> str:
 
 def _is_candidate(verdict: GpuVerdict) -> bool:
     """Return whether the request could use the GPU if it were free; a drained or reserved one comes back."""
-    return verdict.state not in ("outside", "unusable") or verdict.reason.startswith(("drained by ", "reserved by "))
+    return verdict.closed or verdict.state not in ("outside", "unusable")
 
 
 def _behind(ahead: ClaimAhead, now: float) -> str:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
-import sys
 from _socket import AF_UNIX, SHUT_RDWR, SOCK_DGRAM, socket  # the module socket takes 15 ms to import
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from typing import Any
 
 from ..gpus.devices import PARTITION_MODES
 from ..host.locks import Held, keep_across_exec
@@ -272,18 +271,6 @@ def uuid_prefix(path: str) -> str:
     return f"sim-{digest(path)}/"
 
 
-def _sha256() -> Callable[[bytes], Any]:
-    """Return SHA-256. hashlib would load OpenSSL, which takes longer than a claim."""
-    try:
-        if sys.version_info >= (3, 12):
-            from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]
-        else:
-            from _sha256 import sha256  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        from hashlib import sha256
-    return sha256  # type: ignore[no-any-return, unused-ignore]
-
-
 def digest(text: str) -> str:
     """Return the first 16 hexadecimal digits of SHA-256."""
-    return str(_sha256()(os.fsencode(text)).hexdigest()[:16])
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]

@@ -467,7 +467,8 @@ class GpuVerdict(NamedTuple):
 
     ``state`` is one of ``free claimed busy display unusable`` (the condition of the GPU) or ``outside`` (the request or
     the visible limit excludes it). ``reason`` is a text for people, "" if the GPU is free. ``pid`` and ``user`` name
-    the process that uses or holds the GPU, if known. ``holder`` is the claim that holds it, if there is one.
+    the process that uses or holds the GPU, if known. ``holder`` is the claim that holds it, if there is one. ``closed``
+    is whether it may not be taken because it is drained or reserved: it comes back.
     """
 
     gpu: Gpu
@@ -476,6 +477,7 @@ class GpuVerdict(NamedTuple):
     pid: int | None = None
     user: str | None = None
     holder: Holder | None = None
+    closed: bool = False
 
     @property
     def free(self) -> bool:

@@ -44,16 +44,16 @@ class Rules(NamedTuple):
     Attributes:
         unexplained_limit: bytes that may be in use without a process; None: by what the driver counts as used.
         lists_optional: whether GPUs whose processes the driver can never list may be claimed, by memory alone.
-        drained: UUID -> why it may not be claimed now: it is drained, or reserved for others than this user.
+        closed: UUID -> why it may not be claimed now: it is drained, or reserved for others than this user.
     """
 
     unexplained_limit: int | None = None
     lists_optional: bool = False
-    drained: Mapping[str, str] = {}
+    closed: Mapping[str, str] = {}
 
-    def why_drained(self, gpu: Gpu) -> str:
+    def why_closed(self, gpu: Gpu) -> str:
         """Return why a device, or the GPU of which it is a piece, may not be claimed; "" if neither is closed."""
-        return self.drained.get(gpu.uuid) or self.drained.get(gpu.whole, "")
+        return self.closed.get(gpu.uuid) or self.closed.get(gpu.whole, "")
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Rules:
@@ -421,17 +421,16 @@ def _outside(case: _Case) -> GpuVerdict | None:
     return GpuVerdict(case.gpu, "outside", why)
 
 
-def _drained(case: _Case) -> GpuVerdict | None:
-    """A claim that holds a drained device says more, and so it is the reason, unless the request could share with
-    it."""
+def _closed(case: _Case) -> GpuVerdict | None:
+    """A claim that holds a closed device says more, and so it is the reason, unless the request could share with it."""
     if case.is_ours:
         return None
     if case.holder is not None and not case.sharers:
         return None
-    why = case.known.rules.why_drained(case.gpu)
+    why = case.known.rules.why_closed(case.gpu)
     if not why:
         return None
-    return GpuVerdict(case.gpu, "unusable", why)
+    return GpuVerdict(case.gpu, "unusable", why, closed=True)
 
 
 def _with_display(case: _Case) -> GpuVerdict | None:
@@ -516,7 +515,7 @@ def _without_room(case: _Case) -> GpuVerdict | None:
 _REASONS: tuple[Callable[[_Case], GpuVerdict | None], ...] = (
     _unusable,
     _outside,
-    _drained,
+    _closed,
     _with_display,
     _claimed,
     _unwatchable,

@@ -68,7 +68,7 @@ from .processes import ProcessTable, place
 from .starts import AtLimit, Moments, at_limits, expected_starts
 
 
-class Held(NamedTuple):
+class HeldBy(NamedTuple):
     """Who holds a GPU.
 
     Attributes:
@@ -136,16 +136,16 @@ class HostFacts:
         self.processes = ProcessTable([*self.claims.living, *self.tickets])
         self._holders: dict[str, Holder] = {}  # name of an entry
 
-    def on(self, gpu: Gpu) -> Held:
+    def on(self, gpu: Gpu) -> HeldBy:
         """Return who holds a GPU."""
         entries = self.entries_on(gpu)
         if not entries:
-            return Held(self.beyond.get(gpu.uuid))
+            return HeldBy(self.beyond.get(gpu.uuid))
         if share_of(entries[0], gpu) is not None:
-            return Held(self._shared_by(gpu, entries))
+            return HeldBy(self._shared_by(gpu, entries))
         holders = [self._holder(one, gpu.uuid) for one in entries]
         inside = self._inside(entries[0], gpu.uuid)
-        return Held(holders[0]._replace(others=tuple(holders[1:])), inside)
+        return HeldBy(holders[0]._replace(others=tuple(holders[1:])), inside)
 
     def entries_on(self, gpu: Gpu) -> list[Entry]:
         """Return the claims that are told of a GPU: those that have all of it, else those that share it, the oldest
@@ -333,14 +333,14 @@ def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
 
 
 def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]) -> Iterator[GpuStatus]:
-    rules = Rules.of(os.environ)._replace(drained=closed_now())
+    rules = Rules.of(os.environ)._replace(closed=closed_now())
     held = [found.on(gpu) for gpu in snapshot.gpus]
     claimed = {gpu.uuid: one.claim for gpu, one in zip(snapshot.gpus, held, strict=True) if one.claim is not None}
     verdicts = judge(snapshot, Selection(), Known(claimed, describe=found.processes.describe, rules=rules))
     mps_servers = possible_mps_servers(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
         gpu = verdict.gpu
-        drained = rules.why_drained(gpu)
+        drained = rules.why_closed(gpu)
         fault = why_last(gpu, found.faults.get(gpu.uuid), rules)
         if claim is not None and drained:
             fault = drained

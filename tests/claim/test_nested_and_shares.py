@@ -291,11 +291,17 @@ def test_killed_sharers_leave_their_room(sharing: Any, ground: Any) -> None:
     assert try_claim(8, share="80GiB") == try_claim(8) == tuple(range(8))
 
 
+@pytest.mark.parametrize("mode", api.MODES)
+def test_sharers_get_the_same_cpus_also_in_modes_that_choose_by_gpu(ground: Any, mode: str) -> None:
+    with claim(1, share="20GiB", affinity=mode) as owner:
+        is_told = "every claim that shares these GPUs gets the same CPUs" in str(owner.binding)
+    assert is_told == (mode in api.PER_GPU_MODES)
+
+
 def test_a_share_is_what_its_entry_and_its_variables_say(ground: Any) -> None:
     before = dict(os.environ)
-    with claim(1, share="20GiB", affinity="exclusive") as owner:
+    with claim(1, share="20GiB") as owner:
         assert os.environ["GPU_MEMORY_LIMIT"] == str(20 * GIB)
-        assert "every claim that shares these GPUs gets the same CPUs" in str(owner.binding)
         assert (owner.share, owner.share_fraction) == (20 * GIB, 19.5 / 80)
         (entry,) = ground.claims()
         assert (entry.gpus, entry.parts) == ({ground.uuids[0]: 20 * GIB}, {ground.uuids[0]: 0})

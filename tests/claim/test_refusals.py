@@ -281,7 +281,7 @@ TOLD = {
     ),
     "a drained GPU, passed, a part of a GPU": (
         status(
-            *(claimed(0), UNUSABLE._replace(reason="drained by root: a fan")),
+            *(claimed(0), UNUSABLE._replace(reason="drained by root: a fan", closed=True)),
             expected=SOON._replace(passed_by=2),
             asked=api.parse_request(1, share="20GiB").text,
         ),

@@ -93,7 +93,7 @@ def test_what_stands_in_the_way(device: api.Gpu, request_: api.Selection, state:
 
 def test_of_two_reasons_the_one_that_lasts_longer_is_told() -> None:
     zero = gpu(0).uuid
-    drained = api.Rules(drained={zero: "a fan is broken"})
+    drained = api.Rules(closed={zero: "a fan is broken"})
     held = {zero: api.Holder(7)}
     in_use = gpu(processes=(process(),), utilization=90)
     assert verdict_on(gpu(lost=True), api.parse_request(exclude="0")).state == "unusable"

@@ -28,6 +28,7 @@ from safe_gpu.affinity.planner import (
     DIVIDING_MODES,
     MODES,
     MULTITHREADING,
+    PER_GPU_MODES,
     SCOPES,
     AffinityOptions,
     is_remote,

@@ -113,6 +113,10 @@ CASES: dict[str, api.JobContext] = {
 }
 
 
+def samples_of(scheduler: api.Scheduler) -> list[Environ]:
+    return [env(variables) for variables, context in CASES.items() if context.scheduler == scheduler.name]
+
+
 class Asked(Mapping[str, str]):
     """An environment that remembers for which variables it was asked, set or not, in whichever way."""
 
@@ -149,7 +153,7 @@ def undeclared(scheduler: api.Scheduler) -> set[str]:
 @pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
 def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
     """Samples in CASES, declared variables, which no test inherits, and a place on the page."""
-    samples = [env(variables) for variables, context in CASES.items() if context.scheduler == scheduler.name]
+    samples = samples_of(scheduler)
     assert len(samples) > 1
     assert all(scheduler.job(environ) for environ in samples)
     assert any(api.current(environ).requested_gpus for environ in samples) or scheduler.lists_gpus
@@ -182,6 +186,21 @@ def test_every_scheduler_is_in_the_table_once() -> None:
     classes = [one for one in api.Scheduler.__subclasses__() if one.__module__.startswith("safe_gpu.")]
     assert sorted(one.name for one in classes) == sorted(one.name for one in api.SCHEDULERS)
     assert len({one.name for one in classes}) == len(classes)
+
+
+@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+def test_a_scheduler_knows_the_jobs_of_no_other(scheduler: api.Scheduler) -> None:
+    """So their order in the table matters only where an environment has the variables of two."""
+    others = [one for one in api.SCHEDULERS if one is not scheduler]
+    strange = [environ for other in others for environ in samples_of(other) if scheduler.job(environ) is not None]
+    assert strange == []
+
+
+@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+def test_a_slurm_job_that_was_submitted_in_another_job_is_of_slurm(scheduler: api.Scheduler) -> None:
+    """sbatch passes on the environment in which it is called, with the variables of that job: Slurm stands first."""
+    for outer in samples_of(scheduler):
+        assert api.current({**outer, **env(SLURM)}).scheduler == "slurm"
 
 
 class NewScheduler(api.Scheduler):

@@ -24,7 +24,7 @@ from .waiting import queue_of
 if TYPE_CHECKING:
     from .report import ReportRow
 
-_TITLES_OF_GPUS = ("GPU", "State", "Memory", "Util", "Temp", "User", "Job", "Command", "Since", "Until")
+_AGES = ("HELD", "LEFT")  # columns of the terminal in whose place the page has times, which stay right while it is open
 
 _TITLES_OF_USERS = ("User", "Claims", "GPU-hours", "Used", "Idle", "Mean wait")
 
@@ -119,7 +119,14 @@ def _gpus(status: HostStatus) -> Markup:
     rows = []
     for one in status.gpus:
         rows += [_cells(row, one.label, now) for row in rows_of(one, now)]
-    return table("GPUs", _TITLES_OF_GPUS, rows, "gpus")
+    return table("GPUs", _titles_of_gpus(), rows, "gpus")
+
+
+def _titles_of_gpus() -> list[str]:
+    """Return the titles of the table of GPUs: what the terminal shows of itself, with times in place of ages."""
+    columns = (*COLUMNS_OF_GPU, *COLUMNS_OF_USER)
+    shown = [column.title for column in columns if not column.only_verbose and column.title not in _AGES]
+    return [*(_title(title) for title in shown), "Since", "Until"]
 
 
 def _cells(row: TableRow, label: str, now: float) -> Mapping[str, str]:
@@ -141,6 +148,8 @@ def _cells(row: TableRow, label: str, now: float) -> Mapping[str, str]:
 
 def _title(column: str) -> str:
     """Return the title that a column of the terminal has on the page."""
+    if column == "GPU":
+        return column
     return column.capitalize().partition("/")[0]
 
 

@@ -1,6 +1,5 @@
 """Claims of a real GPU: the driver shows them, CUDA opens what was claimed; placeholders, commands and shares."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 from support import api
+
+import safe_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -81,19 +82,12 @@ say(opened_now[0])
 
 # Every placeholder, as far as its framework is installed
 
-PLACEHOLDERS = {
-    "CudaPlaceholder": "",
-    "PytorchPlaceholder": "torch",
-    "TensorflowPlaceholder": "tensorflow",
-    "PyCudaPlaceholder": "pycuda",
-    "CupyPlaceholder": "cupy",
-    "JaxPlaceholder": "jax",
-}
+PLACEHOLDERS = [name for name in safe_gpu.__all__ if name.endswith("Placeholder") and name != "NoPlaceholder"]
 
 CODE = """
 try:
     owner = claim(uuid, safe_gpu.{placeholder}())
-except safe_gpu.PlaceholderError as err:
+except safe_gpu.SafeGpuError as err:
     say("failed", str(err).splitlines()[0])
     sys.exit()
 say("holds", opened()[0])
@@ -106,13 +100,11 @@ listen()
 
 @pytest.mark.parametrize("placeholder", PLACEHOLDERS)
 def test_a_placeholder_holds_the_gpu_and_lets_it_go(gpu: Any, claimer: Any, placeholder: str) -> None:
-    module = PLACEHOLDERS[placeholder]
-    if module and importlib.util.find_spec(module) is None:
-        pytest.skip(f"needs {module}")
     process = claimer(CODE.format(placeholder=placeholder))
     word, _, rest = process.hear().partition(" ")
-    if word == "failed" and "for CPUs only" in rest:
-        pytest.skip(f"{module} is built for CPUs: {rest}")
+    is_missing = rest.startswith(f"{placeholder} needs ") or "for CPUs only" in rest
+    if word == "failed" and is_missing:
+        pytest.skip(f"needs a framework for GPUs: {rest}")
     assert word == "holds", rest
     assert api.same_device(rest, gpu.uuid)
     process.tell()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from _thread import TIMEOUT_MAX, RLock
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..coordination.closed import closed_now
 from ..drivers import opened_driver
 from ..drivers.patience import Patience
-from ..errors import ClaimTimeout, SafeGpuError, cause_to_show
+from ..errors import ClaimTimeout
 from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
 from ..host.awaiting import Tell
 from ..host.procfs import describe_process, process_global
@@ -21,6 +21,7 @@ from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Known, Rules, judge
 from ..wording.text import format_age
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
+from .caller import called_by_users, named_arguments
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, refuse_lost, request_key
 from .search import acquire
 from .view import HostView
@@ -46,16 +47,16 @@ def __getattr__(name: str) -> Any:
 def _takes_arguments_of(
     owner: Callable[Arguments, GPUOwner],
 ) -> Callable[[Callable[..., GPUOwner]], Callable[Arguments, GPUOwner]]:
-    """Return a decorator of functions that pass their arguments on to an owner: type checkers, ``help`` and
-    ``inspect.signature`` show its signature."""
-    init = owner.__init__
+    """Return a decorator of functions that users call and that pass their arguments on to an owner: type checkers,
+    ``help`` and ``inspect.signature`` show its signature."""
+    init = owner.__init__.__wrapped__  # type: ignore[attr-defined]
     shown = FunctionType(init.__code__, init.__globals__, argdefs=init.__defaults__)
     shown.__kwdefaults__ = init.__kwdefaults__
     shown.__annotations__ = {**init.__annotations__, "return": "GPUOwner"}
 
     def decorate(function: Callable[..., GPUOwner]) -> Callable[Arguments, GPUOwner]:
         function.__wrapped__ = MethodType(shown, owner)  # type: ignore[attr-defined]
-        return function
+        return called_by_users(*named_arguments(init))(function)
 
     return decorate
 
@@ -102,31 +103,9 @@ def claim_gpus(
 
     After an error nothing stays claimed, and the environment is restored.
     """
-    unknown = _unknown_argument("claim_gpus", options)
-    if unknown:
-        raise TypeError(unknown)
-    try:
-        owner = GPUOwner(nb_gpus, placeholder_fn, logger, debug_sleep, **options)
-    except SafeGpuError as err:
-        raise err.with_traceback(None) from cause_to_show(err)
+    owner = GPUOwner(nb_gpus, placeholder_fn, logger, debug_sleep, **options)
     owners["gpu_owner"] = owner
     return owner
-
-
-def _unknown_argument(function: str, options: Mapping[str, object]) -> str:
-    """Return why a claim does not have one of these arguments; "" if it has them all."""
-    code = GPUOwner.__init__.__code__
-    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-    for name in options:
-        if name not in known:
-            return _why_unknown(function, name, known)
-    return ""
-
-
-def _why_unknown(function: str, name: str, known: Collection[str]) -> str:
-    from ..wording.elsewhere import instead_of
-
-    return f"{function}() got an unexpected keyword argument {name!r}{instead_of(name, known)}"
 
 
 @_takes_arguments_of(GPUOwner)
@@ -148,17 +127,12 @@ def ensure_gpus(
             the end of the timeout. HolderLostError: this process has closed the descriptors of its claim. Others as for
             :func:`claim_gpus`.
     """
-    unknown = _unknown_argument("ensure_gpus", options)
-    if unknown:
-        raise TypeError(unknown)
     options.update(placeholder_fn=placeholder_fn, logger=logger, debug_sleep=debug_sleep)
     turn = _turns.setdefault(os.getpid(), RLock())
     try:
         if not turn.acquire(blocking=False):
             options["timeout"] = _wait_for_turn(turn, nb_gpus, options)
         return _ensured(nb_gpus, options)
-    except SafeGpuError as err:
-        raise err.with_traceback(None) from cause_to_show(err)
     finally:
         with suppress(RuntimeError):  # this thread did not get it
             turn.release()
@@ -240,6 +214,7 @@ def wait_for_gpus(
         return acquire(HostView(driver, driver.snapshot(), options.request), options, None)
 
 
+@called_by_users()
 def get_free_gpus(*, vendor: str | None = None) -> list[str]:
     """Return the indices of the GPUs that nobody holds or uses, in numeric order. The result may be outdated at once.
 
@@ -248,13 +223,10 @@ def get_free_gpus(*, vendor: str | None = None) -> list[str]:
     Args:
         vendor: as for :func:`~safe_gpu.claim_gpus`, whose default it has too.
     """
-    try:
-        request = parse_request(1, vendor=vendor)
-        with opened_driver(**request.driver) as driver:
-            snapshot = driver.snapshot()
-        verdicts = current_verdicts(snapshot, Selection())
-    except SafeGpuError as err:
-        raise err.with_traceback(None) from cause_to_show(err)
+    request = parse_request(1, vendor=vendor)
+    with opened_driver(**request.driver) as driver:
+        snapshot = driver.snapshot()
+    verdicts = current_verdicts(snapshot, Selection())
     return [verdict.gpu.label for verdict in verdicts if verdict.free]
 
 

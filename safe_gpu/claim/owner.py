@@ -15,15 +15,7 @@ from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..drivers.patience import Patience, why_late
-from ..errors import (
-    AlreadyClaimedError,
-    CudaInitializedError,
-    GPUAffinityError,
-    HolderLostError,
-    PlaceholderError,
-    SafeGpuError,
-    cause_to_show,
-)
+from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, HolderLostError, PlaceholderError
 from ..gpus.devices import Gpu
 from ..host.awaiting import Awaited, Tell, Watchdog
 from ..host.procfs import process_global
@@ -37,6 +29,7 @@ from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options, warn_worker
+from .caller import called_by_users
 from .checks import clear_notes, doubts_of, verify_alone, verify_devices
 from .claim import Claim, ClaimVariables, initializers, share_variables
 from .polls import driver_pids
@@ -66,6 +59,7 @@ class GPUOwner:
 
     _internal: Mapping[str, Any] = {}  # see owner_type
 
+    @called_by_users()
     def __init__(
         self,
         nb_gpus: int | str | tuple[int, int] = 1,
@@ -117,10 +111,8 @@ class GPUOwner:
             if nb_gpus != "job" and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
             self._asked = request_key(options)
-        except BaseException as err:
+        except BaseException:
             self.release_gpus()
-            if isinstance(err, SafeGpuError):
-                raise err.with_traceback(None) from cause_to_show(err)
             raise
 
     def _claim_by(self, driver: Driver, options: ClaimOptions) -> None:

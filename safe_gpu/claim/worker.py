@@ -14,11 +14,12 @@ from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_ordinal, name
 from ..coordination.doors import digest
 from ..coordination.holders import enclosing_claim, living_claims
 from ..drivers import opened_driver
-from ..errors import GPUAffinityError, HolderLostError, SafeGpuError, WrongDeviceError, cause_to_show, package_logger
+from ..errors import GPUAffinityError, HolderLostError, SafeGpuError, WrongDeviceError, package_logger
 from ..gpus.devices import Gpu, HostSnapshot, vendor_of
 from ..runtimes.visible_devices import read_visible, stale_indices, visible_variables
 from ..schedulers.job import current
 from . import owner
+from .caller import called_by_users
 
 EXPECT = "SAFE_GPU_EXPECT"
 
@@ -92,6 +93,7 @@ def is_held(uuid: str, token: str | None) -> bool:
     return any(claim.token == secret for claim in holding)
 
 
+@called_by_users()
 def bind(
     gpus: Names | None = None,
     *,
@@ -128,7 +130,7 @@ def bind(
         report = _bind_own(gpus, ordinal, node, mode, memory)
     except SafeGpuError as err:
         if strict and not falls_back(mode):
-            raise err.with_traceback(None) from cause_to_show(err)
+            raise
         log.warning("not bound: %s", err)
         return BindingReport(
             cpus=known_mask(), threads=PartReport(refused=(str(err),)), memory_mode=memory, as_asked=False

@@ -36,10 +36,12 @@ from typing import TYPE_CHECKING, Any
 from ..affinity.binding import present_mask
 from ..affinity.planner import divide, union
 from ..claim.arguments import DEFAULT, DefaultTimeout
+from ..claim.caller import called_by_users
 from ..claim.claim import ClaimVariables
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS
+from ..selection.request import Conditions
 from ..topology.cpulist import format_cpulist
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
 from .connection import RemoteHolder, serve, start_all
@@ -49,9 +51,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..affinity.planner import AffinityOptions
-    from ..selection.request import Conditions
 
 
+@called_by_users(*Conditions.__annotations__)
 def claim(
     nodes: int | Sequence[str] = 1,
     gpus_per_node: int = 1,

@@ -22,8 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..claim.arguments import DEFAULT, DefaultTimeout
+from ..claim.caller import called_by_users
 from ..errors import MissingPackageError, UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
+from ..selection.request import Conditions
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
 from .connection import RemoteHolder, serve, start_all
 from .holder import ClaimArguments, ClusterGpu, enter_worker
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..affinity.planner import AffinityOptions
-    from ..selection.request import Conditions
 
 
 # Ray does not change these variables in processes that have this. Before 2.45 it set ROCR_VISIBLE_DEVICES on AMD GPUs.
@@ -43,6 +44,7 @@ _WORKER = "SAFE_GPU_RAY_WORKER"
 _SETUP = "safe_gpu.engines.ray._set_up_worker"
 
 
+@called_by_users(*Conditions.__annotations__)
 def claim(
     nodes: int | Sequence[str] = 1,
     gpus_per_node: int = 1,

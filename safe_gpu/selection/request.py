@@ -580,7 +580,7 @@ def parse_request(nb_gpus: object = 1, *, vendor: object = None, **conditions: "
     given: Mapping[str, Any] = conditions
     unknown = given.keys() - _BY_ARGUMENT.keys()
     if unknown:
-        raise TypeError(_why_unknown(min(unknown)))
+        raise TypeError(f"there is no argument {min(unknown)!r}")
     if isinstance(vendor, str):
         vendor = vendor.strip().lower()
     found: list[Condition] = []
@@ -599,12 +599,6 @@ def parse_request(nb_gpus: object = 1, *, vendor: object = None, **conditions: "
         raise UnsatisfiableRequestError(f"{both} do not go together: {why}", value=given["share"])
     least, most = _range(nb_gpus)
     return Selection(_count(least), tuple(found), vendor, most)
-
-
-def _why_unknown(argument: str) -> str:
-    from ..wording.elsewhere import instead_of
-
-    return f"there is no argument {argument!r}{instead_of(argument, _BY_ARGUMENT)}"
 
 
 def _range(nb_gpus: object) -> tuple[object, int | None]:

@@ -14,7 +14,8 @@ class Meant(NamedTuple):
     """What is written here for a word of other tools.
 
     Attributes:
-        argument: its name in Python; "" where no argument does what the word asks for.
+        argument: its name in a claim of one process; "" where no argument of it does what the word asks for.
+        otherwise: its name in claims across hosts, or in ``bind``, if it has another one there.
         value: what to write as its value; "" keeps the caller's.
         note: a sentence without its full stop; names of arguments in braces are filled in.
     """
@@ -22,6 +23,7 @@ class Meant(NamedTuple):
     argument: str = ""
     value: str = ""
     note: str = ""
+    otherwise: str = ""
 
     def hint(self) -> str:
         """Return the tail of a sentence such as ``there is no option --mem``, for Python or for the command line."""
@@ -45,9 +47,11 @@ def _python_value(text: str) -> object:
 
 _HOW_LONG = Meant("hold_for", note="how long the GPUs will probably be held; {timeout} is how long to wait for them")
 
+_ONLY = Meant("only", otherwise="gpus")
+
 _WORDS_OF: Mapping[Meant, str] = {
     Meant(
-        "nb_gpus"
+        "nb_gpus", otherwise="gpus_per_node"
     ): "count gpu_count gpus gpus_per_node gpus_per_task how_many n n_gpu n_gpus nb_gpu ngpu ngpus nr_gpus "
     "num_gpu num_gpus number number_of_gpus G gres",
     Meant("timeout"): "block blocking max_wait patience wait wait_for wait_time wait_timeout",
@@ -61,7 +65,7 @@ _WORDS_OF: Mapping[Meant, str] = {
     Meant("share", note="a part of each GPU's memory, beside other claims"): "fraction gpu_fraction mem_fraction "
     "memory_fraction memory_limit part portion shared",
     Meant("model"): "C constraint device_name gpu_model gpu_name gpu_type kind type",
-    Meant("only"): "cuda_visible_devices list nodelist w",
+    _ONLY: "cuda_visible_devices list nodelist w",
     Meant("exclude"): "avoid blacklist except ignore skip without x",
     Meant(
         "max_utilization"
@@ -73,13 +77,14 @@ _WORDS_OF: Mapping[Meant, str] = {
     Meant("visible_as", "uuid"): "by_uuid use_uuid uuid uuids",
     Meant("placeholder_fn"): "backend placeholder",
     Meant(
-        "affinity"
+        "affinity", otherwise="mode"
     ): "bind bind_cpus binding cpu_affinity cpu_bind cpus cpus_per_gpu cpus_per_task numa_bind pin pinning",
     Meant(
         note="leave it out, since a claim shares its GPUs with nobody unless it is made with {share}"
     ): "exclusive whole",
-    Meant(note="a claim is on one host; Ray and Dragon claim on several: see safe_gpu.engines"): "N hosts nnodes nodes "
-    "num_nodes",
+    Meant(
+        note="a claim is on one host; Ray and Dragon claim on several: see safe_gpu.engines", otherwise="nodes"
+    ): "N hosts nnodes nodes num_nodes",
     Meant(note="there is one queue for all; a claim that says {hold_for} may start earlier"): "account nice partition "
     "priority qos queue",
     Meant(note="claims have no names; safe-gpu status shows the command"): "J job_name name",
@@ -111,7 +116,7 @@ def meant_by(word: str) -> Meant | None:
     bare = _bare(word)
     found = ARGUMENTS.get(bare) or ARGUMENTS.get(bare.lower())
     if found is None and chooses_by_index(word):
-        return Meant("only")
+        return _ONLY
     return found
 
 
@@ -125,13 +130,24 @@ def instead_of(name: str, known: Collection[str]) -> str:
     Args:
         known: the names of the arguments that there are.
     """
-    meant = meant_by(name)
-    if meant is not None and (not meant.argument or meant.argument in known):
-        return f": {meant.hint()}"
+    meant = meant_by(name) or _meant_by_argument(name)
+    if meant is not None:
+        if meant.otherwise in known:
+            return f": {Meant(meant.otherwise).hint()}"
+        if not meant.argument or meant.argument in known:
+            return f": {meant.hint()}"
     alike = _alike(name, known)
     if alike:
         return f": did you mean {style.option(alike)}?"
     return ""
+
+
+def _meant_by_argument(name: str) -> Meant | None:
+    """Return what an argument of a claim of one process is for; None if there is none of this name."""
+    for meant in _WORDS_OF:
+        if meant.argument == name:
+            return meant
+    return None
 
 
 def _alike(name: str, known: Collection[str]) -> str:

@@ -22,6 +22,7 @@ from support import api
 from support.real import unavailable
 
 import safe_gpu
+from safe_gpu.engines import dragon, ray
 
 TYPED = """
 safe-gpu stats  # [2] safe-gpu: error: there is no command 'stats': did you mean safe-gpu status? (see safe-gpu --help)
@@ -93,6 +94,15 @@ claim_gpus(device=0)  # TypeError: claim_gpus() got an unexpected keyword argume
 ensure_gpus(placeholder=0)  # TypeError: ensure_gpus() got an unexpected keyword argument 'placeholder': did you mean
 ensure_gpus(exclusive=1)  # TypeError: ensure_gpus() got an unexpected keyword argument 'exclusive': leave it out, since
 claim_gpus(min_memroy=1)  # TypeError: claim_gpus() got an unexpected keyword argument 'min_memroy': did you mean min_m
+GPUOwner(gpus=2)  # TypeError: GPUOwner() got an unexpected keyword argument 'gpus': did you mean nb_gpus=?
+GPUOwner(whatnot=1)  # TypeError: GPUOwner() got an unexpected keyword argument 'whatnot'
+engines.ray.claim(gpus=2)  # TypeError: claim() got an unexpected keyword argument 'gpus': did you mean gpus_per_node=?
+engines.ray.claim(nb_gpus=2)  # TypeError: claim() got an unexpected keyword argument 'nb_gpus': did you mean gpus_per_
+engines.dragon.claim(hosts=2)  # TypeError: claim() got an unexpected keyword argument 'hosts': did you mean nodes=?
+engines.dragon.claim(mem=2)  # TypeError: claim() got an unexpected keyword argument 'mem': did you mean min_memory=? (
+bind(device=0)  # TypeError: bind() got an unexpected keyword argument 'device': did you mean gpus=?
+bind(affinity='node')  # TypeError: bind() got an unexpected keyword argument 'affinity': did you mean mode=?
+claim_gpus(nodes=2)  # TypeError: claim_gpus() got an unexpected keyword argument 'nodes': a claim is on one host; Ray
 claim_gpus(whatnot=1)  # TypeError: claim_gpus() got an unexpected keyword argument 'whatnot'
 claim_gpus(1, nb_gpus=2)  # TypeError: claim_gpus() got multiple values for argument 'nb_gpus'
 claim_gpus(memory='20G')  # GPUAffinityError: memory='20G' is not a memory policy ('preferred' or 'bind'): for GPUs with
@@ -164,7 +174,34 @@ def test_in_python(call: str, said: str, ground) -> None:
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("call", ["claim_gpus(9)", "ensure_gpus(9)", "GPUOwner(9)", "claim_gpus(gpus=2)", "bind(9)"])
+COUNTS_GPUS = {"nb_gpus", "gpus_per_node"}
+
+
+def counting_gpus() -> list[Callable[..., object]]:
+    """What users call with a number of GPUs."""
+    called = [getattr(safe_gpu, name) for name in safe_gpu.__all__ if name not in ("__version__", "gpu_owner")]
+    called += [vars(engine)["claim"] for engine in (dragon, ray)]
+    functions = [one for one in called if inspect.isfunction(one) or one is safe_gpu.GPUOwner]
+    return [one for one in functions if COUNTS_GPUS & inspect.signature(one).parameters.keys()]
+
+
+def test_whatever_takes_a_number_of_gpus_knows_what_it_is_called_elsewhere(ground: Any) -> None:
+    called = counting_gpus()
+    assert {safe_gpu.claim_gpus, safe_gpu.ensure_gpus, safe_gpu.GPUOwner, dragon.claim, ray.claim} <= {*called}
+    for one in called:
+        (argument,) = COUNTS_GPUS & inspect.signature(one).parameters.keys()
+        said = f"{one.__name__}() got an unexpected keyword argument 'num_gpus': did you mean {argument}=?"
+        with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+            one(num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("claim_gpus(9)", "ensure_gpus(9)", "GPUOwner(9)", "claim_gpus(gpus=2)", "GPUOwner(gpus=2)", "bind(9)"),
+        *("get_free_gpus(vendor='x')", "engines.dragon.claim()"),
+    ],
+)
 def test_a_traceback_has_one_line_of_ours(call: str, ground) -> None:
     with pytest.raises(Exception) as caught:
         eval(call, {"__builtins__": {}}, Names())

@@ -213,6 +213,10 @@ class MissingPackageError(SafeGpuError, ImportError):
     """A Python package that safe_gpu needs is not installed, or too old."""
 
 
+class MissingDriverPackageError(NoDriverError, MissingPackageError):
+    """The Python package by which the driver is asked, nvidia-ml-py, is not installed, or too old."""
+
+
 class HolderLostError(SafeGpuError, RuntimeError):
     """GPUs are no longer held: the process that holds those of a host for a claim across hosts could not be started
     there, or has exited, or this process has closed the descriptors of its claim.

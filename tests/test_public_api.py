@@ -303,6 +303,7 @@ TABLE: list[tuple[type[api.SafeGpuError], dict[str, Any], tuple[type[BaseExcepti
     (errors.GPUAffinityError, {}, (ValueError, RuntimeError)),
     (errors.HolderLostError, {"host": "node1"}, (RuntimeError,)),
     (errors.MissingPackageError, {}, (ImportError,)),
+    (errors.MissingDriverPackageError, {"driver": "nvml"}, (errors.NoDriverError, errors.MissingPackageError)),
     (api.CudaCallError, {"call": "cuInit", "code": 3, "name": "CUDA_ERROR_NOT_INITIALIZED"}, ()),
 ]
 
@@ -345,13 +346,17 @@ def test_what_may_be_missing_or_added() -> None:
 
 
 @pytest.mark.parametrize("text", ["raise ModuleNotFoundError('No pynvml', name='pynvml')", "__version__ = '0.1'"])
-@pytest.mark.parametrize(("driver", "line"), [("nvml", "run -- /bin/true"), ("auto", "wait"), ("auto", "status")])
-def test_nvidia_ml_py_is_missing_or_too_old(text: str, tmp_path: Path, line: str, driver: str) -> None:
+@pytest.mark.parametrize(
+    ("driver", "line", "code"),
+    [("nvml", "run -- /bin/true", 70), ("nvml", "status", 70), ("auto", "wait", 69), ("auto", "status", 69)],
+)
+def test_nvidia_ml_py_is_missing_or_too_old(text: str, tmp_path: Path, line: str, driver: str, code: int) -> None:
+    """That nothing but the package is missing is known where NVML was chosen."""
     (tmp_path / "pynvml.py").write_text(text)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SAFE_GPU_DRIVER": driver, "PATH": str(tmp_path)}
     command = [sys.executable, "-m", "safe_gpu", *line.split()]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
-    assert done.returncode in (69, 70)
+    assert done.returncode == code
     assert (done.stdout, done.stderr.count("\n"), "nvidia-ml-py" in done.stderr) == ("", 1, True)
 
 

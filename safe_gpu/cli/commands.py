@@ -28,6 +28,7 @@ EX_BROKEN_PIPE = 141
 
 # The first that fits counts.
 _EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
+    (errors.MissingPackageError, EX_SOFTWARE),  # also where nothing but the package of the driver is missing
     (errors.NoDriverError, EX_NO_DRIVER),
     (errors.StateDirError, EX_STATE_DIR),
     (errors.NotEnoughGpusError, EX_TRY_AGAIN),

@@ -342,7 +342,7 @@ class NvmlDriver(Driver):
 
     Raises:
         NoDriverError: NVML is missing, the kernel driver is not loaded, or the two do not match.
-        MissingPackageError: the module pynvml is another than nvidia-ml-py's, or too old.
+        MissingDriverPackageError: nvidia-ml-py is not installed, or the module pynvml is another one, or too old.
     """
 
     name = "nvml"

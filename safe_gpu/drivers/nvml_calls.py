@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import Any
 
-from ..errors import MissingPackageError, NoDriverError
+from ..errors import MissingDriverPackageError, NoDriverError
 from ..host.foreign_files import printable
 from ..runtimes.loading import load_file
 from ..topology.files import Files
@@ -61,19 +61,19 @@ def _pynvml() -> Any:
     """Return the module of nvidia-ml-py.
 
     Raises:
-        NoDriverError: it is not installed.
-        MissingPackageError: the module of this name is another one, or too old.
+        MissingDriverPackageError: it is not installed, or the module of this name is another one, or too old.
     """
     try:
         pynvml = _import_pynvml()
     except ImportError as err:
         what = "the Python package nvidia-ml-py is not installed (pip install nvidia-ml-py)"
-        raise NoDriverError(what, driver="nvml") from err
+        raise MissingDriverPackageError(what, driver="nvml") from err
     missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
     if missing:
-        raise MissingPackageError(
+        raise MissingDriverPackageError(
             f"the module pynvml in {_place_of(pynvml)} has no {missing[0]}, so it is not that of nvidia-ml-py 12.535 "
-            "or newer (pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py)"
+            "or newer (pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py)",
+            driver="nvml",
         )
     return pynvml
 
@@ -108,7 +108,7 @@ def why_missing() -> str | None:
     try:
         _pynvml()
         _load_library()
-    except (NoDriverError, MissingPackageError) as err:
+    except NoDriverError as err:
         return str(err)
     except OSError as err:
         return f"NVML cannot be loaded ({err})"
@@ -149,7 +149,7 @@ class NvmlCalls:
 
     Raises:
         Fault, SessionOver: from every method.
-        NoDriverError, MissingPackageError: as of :func:`why_missing`.
+        MissingDriverPackageError: as of :func:`why_missing`. NoDriverError: this is a Jetson without NVML.
     """
 
     def __init__(self) -> None:

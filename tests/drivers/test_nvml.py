@@ -365,6 +365,14 @@ def test_an_old_module_of_the_name_is_refused(host: Any, monkeypatch: pytest.Mon
     assert message in str(refused.value)
 
 
+def test_without_the_module_the_package_is_missing_and_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(api.MissingPackageError, match=r"\(pip install nvidia-ml-py\)$") as caught:
+        api.nvml.NvmlDriver()
+    assert isinstance(caught.value, api.NoDriverError), "so that programs go on without a GPU"
+    assert caught.value.driver == "nvml"
+
+
 REDIRECTOR = """
 import importlib.abc, sys, warnings
 class Finder(importlib.abc.MetaPathFinder):

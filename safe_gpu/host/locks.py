@@ -49,7 +49,7 @@ class Held:
     ) -> None:
         self.file = file or file_of(fd)
         self._fd = fd
-        self._owner = _this_process[0]
+        self._pid = os.getpid()  # asked each time: children that C code forks run no hook of Python
         self._unlock = unlock
         if not by_children:
             _closed_in_children.add(self)
@@ -72,8 +72,7 @@ class Held:
         _closed_in_children.discard(self)
         if fd < 0:
             return
-        # Asked of the kernel, which knows of children that were not forked by Python.
-        is_ours = os.getpid() == self._owner
+        is_ours = os.getpid() == self._pid
         try:
             if first is not None and is_ours:
                 first()
@@ -85,12 +84,8 @@ class Held:
                 os.close(fd)
 
 
-_this_process = [os.getpid()]
-
-
 def close_in_child() -> None:
     """Close what forked children do not keep; called in the child."""
-    _this_process[0] = os.getpid()
     for held in list(_closed_in_children):
         held.release()
 

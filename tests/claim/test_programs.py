@@ -2,6 +2,7 @@
 what they write into the history, and random sequences of them."""
 
 import copy
+import ctypes
 import json
 import logging
 import logging.handlers
@@ -430,6 +431,19 @@ def test_a_forked_child_binds_by_the_claim_of_its_parent(ground: Any) -> None:
     """It has no doors."""
     with claim(1):
         assert in_fork(lambda: len(safe_gpu.bind().cpus) > 0)
+
+
+def test_a_child_that_c_code_forks_removes_the_entry_of_its_own_claim(ground: Any, state_dir: Path) -> None:
+    """Python runs no hook in it."""
+
+    def fork_in_c() -> int:
+        child = ctypes.PyDLL(None).fork()
+        if child == 0:
+            claim(1).release_gpus()
+            os._exit(len(os.listdir(state_dir / "claims")))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert in_fork(fork_in_c) == 0
 
 
 # What claims write into the history, whatever way they end

@@ -13,7 +13,12 @@ from __future__ import annotations
 import sys
 
 if sys.implementation.name != "cpython":  # PyPy has no os.O_PATH, for example
-    raise ImportError(f"safe_gpu needs CPython, and this is {sys.implementation.name}: start it with CPython's python3")
+    refusal = f"safe_gpu needs CPython, and this is {sys.implementation.name}: start it with CPython's python3"
+    started_as_module = sys.argv[0] == "-m" and "safe_gpu" in sys.orig_argv
+    if started_as_module or sys.argv[0].endswith("safe-gpu"):  # the command, which ends without a traceback
+        print(f"safe-gpu: {refusal}", file=sys.stderr)
+        sys.exit(70)
+    raise ImportError(refusal)
 
 TYPE_CHECKING = False  # importing typing would take longer than this whole module
 if TYPE_CHECKING:

@@ -64,13 +64,34 @@ def test_what_is_loaded(code: str, heavy: str) -> None:
     assert code != "import safe_gpu" or not [name for name in loaded if name.startswith("safe_gpu.")]
 
 
-def test_another_python_than_cpython_is_refused_by_one_sentence() -> None:
-    code = "import sys; sys.implementation.name = 'pypy'; import safe_gpu.cli"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    refusal = "ImportError: safe_gpu needs CPython, and this is pypy: start it with CPython's python3"
-    assert done.stderr.splitlines()[-1] == refusal
-    if (ROOT / "pyproject.toml").exists():
-        assert "Implementation :: CPython" in (ROOT / "pyproject.toml").read_text()
+REFUSAL = "safe_gpu needs CPython, and this is pypy: start it with CPython's python3"
+
+
+def on_pypy(directory: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """What a Python does with these arguments in this directory if it takes itself for PyPy."""
+    (directory / "sitecustomize.py").write_text("import sys; sys.implementation.name = 'pypy'")
+    env = {**os.environ, "PYTHONPATH": f"{directory}:{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=directory, env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_program_on_another_python_than_cpython_gets_an_import_error(tmp_path: Path) -> None:
+    done = on_pypy(tmp_path, "-c", "import safe_gpu.cli")
+    assert done.stderr.splitlines()[-1] == f"ImportError: {REFUSAL}"
+
+
+@pytest.mark.parametrize("command", [("-m", "safe_gpu", "status"), ("./safe-gpu", "status")])
+def test_the_command_on_another_python_is_refused_by_one_sentence(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "safe-gpu").write_text("from safe_gpu.cli import main; main()")
+    done = on_pypy(tmp_path, *command)
+    assert (done.returncode, done.stderr) == (70, f"safe-gpu: {REFUSAL}\n")
+
+
+def test_the_metadata_says_cpython() -> None:
+    pyproject = ROOT / "pyproject.toml"
+    if pyproject.exists():
+        assert "Implementation :: CPython" in pyproject.read_text()
 
 
 def test_every_name_is_there_and_explained() -> None:

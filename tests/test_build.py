@@ -117,6 +117,21 @@ def test_the_hook_leaves_nothing_behind(script: Any, page: Path, monkeypatch: py
     assert not Path(path).parent.exists()
 
 
+def test_a_build_by_another_python_than_cpython_is_refused_by_one_sentence(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pip install .`` prints that sentence."""
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    interface = SimpleNamespace(MetadataHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    hook = script.get_metadata_hook()()
+    hook.update({})
+    monkeypatch.setattr(sys.implementation, "name", "pypy")
+    with pytest.raises(SystemExit, match="safe_gpu needs CPython: install it with the pip of CPython's python3"):
+        hook.update({})
+
+
 # Programs in one file
 
 ENGINES = {"engines", "engines.claim", "engines.connection", "engines.dragon", "engines.holder", "engines.ray"}

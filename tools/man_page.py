@@ -60,9 +60,11 @@ def get_metadata_hook() -> Any:
     from hatchling.metadata.plugin.interface import MetadataHookInterface
 
     class IndexPage(MetadataHookInterface):
-        """Sets the long description of the package."""
+        """Sets the long description of the package, and refuses Pythons on which it does not run."""
 
         def update(self, metadata: dict[str, Any]) -> None:
+            if sys.implementation.name != "cpython":
+                sys.exit("safe_gpu needs CPython: install it with the pip of CPython's python3")
             metadata["readme"] = {"content-type": "text/markdown", "text": index_page(README.read_text())}
 
     return IndexPage

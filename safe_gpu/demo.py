@@ -264,9 +264,12 @@ class _Demo:
         errors = [*collisions, *dict.fromkeys(failures)]
         self._say(*errors)
         claims = [outcome for outcome in outcomes if outcome.gpus]
-        text = f"Verdict: {plural(len(collisions), 'collision')} in {plural(len(claims), 'claim')} of "
-        text += f"{plural(_number_of_gpus(outcomes))}; without safe_gpu, {len(_collisions(without))} on "
-        text += f"{plural(_number_of_gpus(without))}."
+        number_of_claims = plural(len(claims), "claim")
+        found = f"no GPU was given out twice ({number_of_claims})"
+        if collisions:
+            found = f"{plural(len(collisions), 'collision')} in {number_of_claims}"
+        text = f"Verdict: {found}. Without safe_gpu: {plural(len(_collisions(without)), 'collision')} in "
+        text += f"{plural(_number_of_gpus(without), 'pick')}."
         if errors:
             self._say(paint(text, "red", self._color))
             return 1

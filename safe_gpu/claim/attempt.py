@@ -128,8 +128,8 @@ class Attempt:
                 self._host.close()
         if seen.outcome == TAKEN and self._door_error is not None:
             self._options.logger.warning(
-                "the GPUs are claimed by an entry alone, since their doors cannot be taken (%s): processes with "
-                "another state directory or a private /tmp do not see the claim",
+                "this claim is visible only in this state directory, since no abstract socket can be bound (%s): "
+                "processes with another one, or with a private /tmp, do not see it",
                 self._door_error,
             )
         return seen

@@ -473,5 +473,8 @@ def warn_of_more_than_declared(taken: int, logger: Any) -> None:
     declared = declared_gpus(os.environ, ask=taken > 1, patience=2.0)
     if declared is not None and taken > declared:
         logger.warning(
-            "This claim takes %d GPUs, but the job asked its scheduler for %d: declare what you take", taken, declared
+            "this claim takes %d GPUs, but the job asked its scheduler for %d: ask it for %d, or claim fewer",
+            taken,
+            declared,
+            taken,
         )

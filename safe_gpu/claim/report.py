@@ -352,10 +352,11 @@ def _free_text(free: int, status: WaitStatus, among: str = "") -> str:
     """
     if status.ahead is None or free < status.needed:
         return f"{free} {among}free"
-    verb = "are"
-    if free == 1:
-        verb = "is"
-    return f"{free} {verb} free for {plural(max(1, status.position - 1), 'claim')} ahead"
+    ahead = max(1, status.position - 1)
+    claims = "the claim"
+    if ahead > 1:
+        claims = plural(ahead, "claim")
+    return f"{free} {among}free, kept for {claims} ahead"
 
 
 def _why_not(verdict: GpuVerdict) -> str:

@@ -140,8 +140,8 @@ asked for (default 1)"""
 _HOW_LONG_TO_WAIT = """how long to wait: 90 (seconds), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first), inf; 0 does not
 wait (default: SAFE_GPU_TIMEOUT, else inf)"""
 
-_HOW_LONG_TO_HOLD = """how long the GPUs will probably be held: 30m, 2h, unknown; short jobs get in earlier, and no job
-ends when the time is over (default: SAFE_GPU_FOR, else the end of the batch job)"""
+_HOW_LONG_TO_HOLD = """how long the GPUs will probably be held: 30m, 2h, unknown. With it a short job may start earlier.
+No job is stopped when the time is up (default: SAFE_GPU_FOR, else the end of the batch job)"""
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:

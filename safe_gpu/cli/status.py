@@ -24,7 +24,7 @@ from .output import columns, in_color, is_piped, print_json, print_lines, say, w
 _INTERVAL = 2.0
 
 _BETWEEN = """with --watch: time between looks, such as 10s, 1m (default 2s); with --html: how often cron makes the
-page, which says that it is stale after thrice as long (default 5m)"""
+page, which says that it is stale after three times as long (default 5m)"""
 
 
 def configure_status(parser: argparse.ArgumentParser) -> None:

@@ -85,7 +85,7 @@ class WaitLine:
         if self._hint and (not is_first or status.ahead is not None):
             self._hint = False
             if _hold_is_unknown():
-                self._draw(f"{_PROGRAM}short jobs get in earlier if they say for how long: --for 30m\n")
+                self._draw(f"{_PROGRAM}tip: with --for 30m a short job may start earlier\n")
 
     def note(self, text: str) -> None:
         """Tell something else of the wait, such as a driver that takes long, as a line of its own."""

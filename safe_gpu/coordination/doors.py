@@ -41,7 +41,7 @@ class Doors:
     """The doors that one claim holds. Each call takes all that it needs, or nothing.
 
     Args:
-        prefix: what stands before each UUID; "" but on simulated hosts.
+        prefix: of each UUID in the names; "" but on simulated hosts.
 
     Attributes:
         parts: UUID -> K, of the GPUs of which a part is held.
@@ -66,8 +66,8 @@ class Doors:
         """Take a GPU; False where another process holds it or a part of it.
 
         Args:
-            parts_here: its parts that living entries of this directory have, which are judged by their entries. Of the
-                parts of pieces that counts for nothing.
+            parts_here: its parts that living entries of this directory have: these entries themselves say whether they
+                are in the way. Parts of pieces are not excused by it.
             token: of a claim that allows claims inside it.
         """
         with ExitStack() as undo:
@@ -266,7 +266,7 @@ def _are_held(names: Iterable[bytes]) -> list[bool]:
 
 
 def uuid_prefix(path: str) -> str:
-    """Return what stands before the UUIDs of a simulated host, in the names of doors, whose processes are kept in this
+    """Return the prefix of UUIDs in the names of doors, on a simulated host whose processes are kept in this
     directory."""
     return f"sim-{digest(path)}/"
 

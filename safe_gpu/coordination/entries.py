@@ -25,10 +25,10 @@ UNFINISHED_FOR = 60.0
 
 _FEW = 50  # names that are soon listed
 _MOST_TRIES = 100  # names of one file that are gone
-_LONGEST_CAUSE = 100  # characters of why one counts for nothing
-_MOST_OWNERS = 8  # of files that count for nothing, who are told
+_LONGEST_CAUSE = 100  # characters of why one is ignored
+_MOST_OWNERS = 8  # of files that are ignored, who are told
 
-# What open(2) answers to what is no file, is closed to this user, or kept under a file lease: it counts for nothing.
+# What open(2) answers to what is no file, is closed to this user, or is kept under a file lease. Such are ignored.
 _NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK, errno.EISDIR)
 
 
@@ -71,7 +71,7 @@ class Entries:
         self._listing.refresh()
 
     def leave_out(self, name: str) -> None:
-        """Count an entry of this process for nothing, from when it has its name."""
+        """Ignore an entry of this process, from when it has its name."""
         self._listing.leave_out(name)
 
     def look(self, recheck: Collection[str] | None = None) -> list[Entry]:
@@ -124,7 +124,7 @@ class Entries:
         return number < self.next_number + LARGEST_GAP
 
     def recheck(self, name: str) -> Entry | None:
-        """Check the lock of an entry, and return it; None if there is none, it is dead, or it counts for nothing.
+        """Check the lock of an entry, and return it; None if there is none, it is dead, or it is ignored.
 
         Raises:
             StateDirError: it cannot be opened though its owner allows it.
@@ -271,7 +271,7 @@ class Entries:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Names that count for nothing, and why. Their owners made them so, and it is told where GPUs are shown."""
+        """Names that are ignored, and why. Their owners made them so, and it is told where GPUs are shown."""
         return {name: self._why(name) for names in self._ignored_by_owner().values() for name in names}
 
     def sentences_on_ignored(self) -> list[str]:
@@ -286,13 +286,13 @@ class Entries:
 
     def _sentence(self, uid: int, names: list[str]) -> str:
         first = min(names, key=order_of)
-        sentence = f"{self.directory.path}/{first} of {procfs.user_name(uid)} counts for nothing ({self._why(first)})"
+        sentence = f"{self.directory.path}/{first} of {procfs.user_name(uid)} is ignored ({self._why(first)})"
         if len(names) > 1:
             sentence += f", as do {len(names) - 1} more"
         return printable(sentence)
 
     def _why(self, name: str) -> str:
-        """Return why a name counts for nothing."""
+        """Return why a name is ignored."""
         file = self._listing.file_of(name)
         if file is None:
             return self._listing.why_left_out(name)
@@ -316,7 +316,7 @@ def living_entries(
     """Return the living entries of a directory in a state directory, without a lock; none if it is missing.
 
     Args:
-        ignored: gets sentences on the names that count for nothing. Any user can make many.
+        ignored: gets sentences on the names that are ignored. Any user can make many.
         dead: gets those of the dead that this user may remove, which are removed.
 
     Raises:

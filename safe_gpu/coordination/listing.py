@@ -215,7 +215,7 @@ class Listing:
         return self._named.get(name)
 
     def leave_out(self, name: str) -> None:
-        """Count an entry of this process for nothing, from when it has its name."""
+        """Ignore an entry of this process, from when it has its name."""
         self._of_this_process.add(name)
 
     def has_room(self, uid: int) -> bool:
@@ -223,7 +223,7 @@ class Listing:
         return uid not in self._owners or self._owners[uid].has_room()
 
     def left_out(self) -> dict[int, list[str]]:
-        """Return owner -> names that count for nothing, beyond a bound or by their status."""
+        """Return owner -> names that are ignored, beyond a bound or by their status."""
         found: dict[int, list[str]] = defaultdict(list)
         for uid, owner in self._owners.items():
             if owner.beyond:
@@ -233,7 +233,7 @@ class Listing:
         return found
 
     def why_left_out(self, name: str) -> str:
-        """Return why such a name counts for nothing."""
+        """Return why such a name is ignored."""
         if name not in self._no_entries:
             return WHY_BEYOND
         status = self.status_of(name)

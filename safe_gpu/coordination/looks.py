@@ -288,7 +288,7 @@ class Looks:
 
     Attributes:
         claims: of those that hold GPUs, and of those that have ended since the latest look.
-        ignored: why the file counts for nothing, a clause; "" if it counts, or is missing.
+        ignored: why the file is ignored, a clause; "" if it counts, or is missing.
 
     Args:
         directory: of the history, while it is open.

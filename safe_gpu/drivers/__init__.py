@@ -336,7 +336,7 @@ def _check_inside(vendor: str) -> None:
         return
     other = vendor_of(of_enclosing_claim[0])
     if other != vendor:
-        held = f"the claim around this process (SAFE_GPU_SCOPE) holds {VENDORS[other].title} GPUs"
+        held = f"the enclosing claim (SAFE_GPU_SCOPE) holds {VENDORS[other].title} GPUs"
         raise _refused(vendor, held, ", or make the claim outside")
 
 

@@ -85,11 +85,21 @@ def _check_names(snapshot: HostSnapshot, request: Selection) -> None:
     """Raise if a GPU that the request names is not here."""
     for argument in ("only", "exclude"):
         for name in unknown_names(request.value_of(argument) or (), snapshot):
-            setting = style.setting(argument, name)
-            title = VENDORS[snapshot.vendor].title
-            inventory = _inventory(snapshot.gpus, by_uuid=not is_index(name))
-            problem = f"{setting} names no single {title} GPU of this host, which has {inventory}"
-            raise UnsatisfiableRequestError(problem + _unread_instances(snapshot), value=name)
+            raise UnsatisfiableRequestError(
+                f"{style.setting(argument, name)}: {_why_no_device(name, snapshot)}{_unread_instances(snapshot)}",
+                value=name,
+            )
+
+
+def _why_no_device(name: str, snapshot: HostSnapshot) -> str:
+    """Return why an entry of ``only`` or ``exclude`` is not the name of one device, and which devices there are."""
+    title = VENDORS[snapshot.vendor].title
+    if is_index(name):
+        return f"there is no {title} GPU {name} here ({_inventory(snapshot.gpus, by_uuid=False)})"
+    several = [gpu for gpu in snapshot.gpus if gpu.uuid.startswith(name)]
+    if several:
+        return f"several GPUs match: {_inventory(several, by_uuid=True)}"
+    return f"no {title} GPU here has this UUID: {_inventory(snapshot.gpus, by_uuid=True)}"
 
 
 def _limited(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit) -> str:
@@ -413,8 +423,7 @@ class _Choice:
         return [tuple(sorted(gpus, key=_position)) for gpus in found]
 
     def _kind(self, gpu: Gpu) -> object:
-        """Return a key. GPUs with equal keys are interchangeable: they differ in nothing but their index, neither in a
-        criterion nor in a link to a third."""
+        """Return a key. GPUs with equal keys are interchangeable: only their indices differ."""
         connected = set(self._links[gpu.uuid])
         if connected:
             connected.add(gpu.uuid)

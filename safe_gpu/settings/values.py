@@ -347,8 +347,8 @@ def model_pattern(text: str, names: Iterable[str]) -> re.Pattern[str]:
     """Return the pattern whose ``match`` tells whether a product name is meant on a host that has GPUs of these names.
 
     Letter case does not matter. A text without ``*``, ``?`` or ``[`` means the names in which it stands as whole words:
-    ``A10`` is no A100. If no GPU of the host has such a name, it may be any part of a name. Other texts are globs for
-    the whole name, or for the part of the name from some word to the end. Both ``NVIDIA A100*`` and ``A100*80GB`` mean
+    ``A10`` does not match A100. It matches part of a word only if no GPU of the host has it as a whole word. Other
+    texts are globs for the whole name, or for its end from some word on. Both ``NVIDIA A100*`` and ``A100*80GB`` match
     ``NVIDIA A100-SXM4-80GB``.
     """
     if any(sign in text for sign in "*?["):

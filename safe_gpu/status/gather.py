@@ -94,7 +94,7 @@ class HostFacts:
         faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
         looks: what earlier looks have seen of the claims; None where there is no history.
         warnings: sentences that say which facts are not known, and why.
-        ignored: sentences on the entries that count for nothing, and on directories with very many names.
+        ignored: sentences on the entries that are ignored, and on directories with very many names.
         processes: what /proc says.
 
     Args:
@@ -452,7 +452,7 @@ def _sights(
 
 def add_look(gpus: Collection[GpuStatus], found: HostFacts, now: float) -> str:
     """Add this look to what earlier ones have seen of the claims, if those of this user are added, and tell the history
-    what is due. Return a sentence if the file of earlier ones counts for nothing; else "".
+    what is due. Return a sentence if the file of earlier ones is ignored; else "".
 
     Args:
         now: Unix seconds.
@@ -477,7 +477,7 @@ def add_look(gpus: Collection[GpuStatus], found: HostFacts, now: float) -> str:
 
 def _written(looks: Looks, directory: Directory) -> str:
     """Write the file, and return a sentence if it counted for nothing, or cannot be written; else ""."""
-    what = f"{printable(looks.path)} counts for nothing ({looks.ignored})"
+    what = f"{printable(looks.path)} is ignored ({looks.ignored})"
     try:
         looks.write(directory)
     except OSError as err:

@@ -340,7 +340,7 @@ def _looks_now(warnings: list[str]) -> list[ClaimLooks]:
     except OSError:
         return []
     if looks.ignored:
-        warnings.append(f"{printable(looks.path)} counts for nothing ({looks.ignored})")
+        warnings.append(f"{printable(looks.path)} is ignored ({looks.ignored})")
     return list(looks.claims.values())
 
 

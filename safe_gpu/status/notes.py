@@ -31,7 +31,8 @@ def _notes(one: GpuStatus) -> Iterator[str]:
     if one.idle_report and one.idle_for is not None:
         yield f"no work for {format_age(one.idle_for)}"
     if one.inside is not None:
-        yield f"inside it: process {one.inside.pid or '?'} {_user_and_command(one.inside)}".rstrip()
+        process = f"{one.inside.pid or '?'} {_user_and_command(one.inside)}".rstrip()
+        yield f"claimed again, inside this claim, by process {process}"
         yield from _notes_on_claim(one.inside)
     yield from _notes_on_bystanders(one)
     ended = [process.pid for process in one.users if process.ended]

@@ -39,7 +39,7 @@ def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapp
     Args:
         hosts: name -> the document of ``status --json`` of that host, or why there is none.
         now: when it is made, in Unix seconds.
-        every: how often it is made, in seconds: once thrice that has passed, it says that it is stale.
+        every: how often it is made, in seconds. After three times as long the page says that it is stale.
         use: name -> the users of that host's GPUs in the last day, the most first, where they are known.
     """
     are_several = len(hosts) > 1

@@ -247,7 +247,11 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
             {"waited": 5.0},
             f"0 free after 5 s, {BEHIND} and 2 more claims: wait longer ({LONGER}).",
         ),
-        (status(FREE, ahead=ADA, position=2), {}, f"1 is free for 1 claim ahead, {BEHIND}: wait for it ({LONGER})."),
+        (
+            status(FREE, ahead=ADA, position=2),
+            {},
+            f"1 free, kept for the claim ahead, {BEHIND}: wait for it ({LONGER}).",
+        ),
         (status(BUSY), {"hint": "X=0 limits this"}, f"0 free: wait for it ({LONGER}). X=0 limits this."),
         (status(BUSY), {"wait_limit": "/etc/p"}, "0 free: try again (/etc/p limits the wait)."),
     ],

@@ -463,6 +463,6 @@ def test_a_wait_is_told_with_its_data(line, ground, caplog: pytest.LogCaptureFix
     with pytest.raises(NotEnoughGpusError):
         claim(1, timeout=0.5)
     (waiting,) = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU (")]
-    assert "(7 are free for 1 claim ahead), #2 in the queue; behind " in waiting.getMessage()
+    assert "(7 free, kept for the claim ahead), #2 in the queue; behind " in waiting.getMessage()
     assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, 7, 1)
     assert (len(waiting.safe_gpu_verdicts), waiting.safe_gpu_ahead.nb_gpus) == (8, 8)

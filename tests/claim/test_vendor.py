@@ -95,7 +95,7 @@ def test_a_claim_inside_a_claim_keeps_the_vendor(two_vendors, vendor: str, comma
             assert ("HIP_VISIBLE_DEVICES=0" in inner) == (vendor == "amd")
             if stale is None:
                 child = command.run("run", "--vendor", "nvidia" if vendor == "amd" else "amd", "--", "true")
-                why = f"the claim around this process (SAFE_GPU_SCOPE) holds {vendor.upper()} GPUs"
+                why = f"the enclosing claim (SAFE_GPU_SCOPE) holds {vendor.upper()} GPUs"
                 assert (child.returncode, why in child.stderr) == (78, True)
             token = os.environ["SAFE_GPU_SCOPE"]
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)  # of a claim that has ended, which decides nothing

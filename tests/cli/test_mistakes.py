@@ -65,7 +65,7 @@ safe-gpu run -n job -- true  # [78] -n job takes the number that the batch job a
 safe-gpu run -n 9 -- true  # [78] 9 GPUs are asked for, but this host has only 8 NVIDIA GPUs: ask for fewer
 safe-gpu run --share 25MiB -- true  # [2] --share 25MiB makes no sense: 1 GiB is the least, CUDA's context included
 safe-gpu run --min-memory 90GiB -- true  # [78] none fits (GPU 0-7: 80 GiB in all, 90 GiB asked for)
-safe-gpu run --only 8 -- true  # [78] --only 8 names no single NVIDIA GPU of this host, which has GPU 0-7
+safe-gpu run --only 8 -- true  # [78] --only 8: there is no NVIDIA GPU 8 here (GPU 0-7)
 safe-gpu run --affinity Node -- true  # [2] --affinity Node is not possible: did you mean node? choose from none, node,
 safe-gpu run -- 'sh -x'  # [127] sh -x: command not found; drop the quotes: safe-gpu run -- sh -x (or write sh -c
 safe-gpu run -- 'ls | wc'  # [127] command not found; for shell syntax, write safe-gpu run -- sh -c 'ls | wc'

@@ -244,7 +244,7 @@ def test_wait_stands_in_the_queue_like_everybody(command, ground) -> None:
     first = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     first.stderr.readline()
     second, line = waiting(command, ground, verb="wait")
-    assert f"for 1 GPU (1 is free for 1 claim ahead), #2 in the queue; behind {USER} (pid {first.pid}, " in line
+    assert f"for 1 GPU (1 free, kept for the claim ahead), #2 in the queue; behind {USER} (pid {first.pid}, " in line
     ground.let_go()
     assert first.stdout.readline() == "up\n"
     assert second.poll() is None

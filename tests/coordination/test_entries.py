@@ -583,7 +583,7 @@ def test_more_names_of_one_user_than_are_looked_at_refuse_no_claim_of_others(
     assert len(opened) == 6
     assert entries.next_number == 61
     (sentence,) = entries.sentences_on_ignored()
-    assert re.search(rf"/6\.[0-9a-f]+ of {NEIGHBOUR} counts for nothing \(its owner .*\), as do 53 more$", sentence)
+    assert re.search(rf"/6\.[0-9a-f]+ of {NEIGHBOUR} is ignored \(its owner .*\), as do 53 more$", sentence)
     for one in (held, *neighbours[40:]):
         one.release()
 

@@ -246,7 +246,7 @@ def test_entries_that_do_not_count(used: Path) -> None:
     says("entries", "passed")
     (used / "queue" / f"7.{'a' * 16}").symlink_to("/etc/passwd")
     user = api.procfs.user_name(os.geteuid())
-    says("entries", "warning", f"{used}/queue/7.{'a' * 16} of {user} counts for nothing", fix="ask the owners")
+    says("entries", "warning", f"{used}/queue/7.{'a' * 16} of {user} is ignored", fix="ask the owners")
 
 
 @as_root

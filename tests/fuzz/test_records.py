@@ -70,7 +70,7 @@ def with_classics(document: dict[str, Any], *changes: dict[str, Any]) -> Any:
 
 
 def read(data: bytes) -> api.Entry | None:
-    """What an entry says; None for nonsense, which counts for nothing."""
+    """What an entry says; None for nonsense, which is ignored."""
     with bounded(), contextlib.suppress(ValueError):
         return api.Entry.read("7.00000000000000aa", 1000, (1, 2), data[: 1 << 15])
     return None

@@ -278,7 +278,7 @@ static bool is_name(const char *name, long long *number)
   return is_hexadecimal(name + digits + 1);
 }
 
-static int open_entry(int dir, const char *name) /* -1: it counts for nothing */
+static int open_entry(int dir, const char *name) /* -1: it is ignored */
 {
   int fd = openat(dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0 && errno != ENOENT && errno != ELOOP && errno != EACCES && errno != EPERM &&

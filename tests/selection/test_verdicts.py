@@ -181,7 +181,7 @@ HALF = gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)
             host(),
             api.parse_request(only=("8",)),
             None,
-            ["only=8 names no single NVIDIA GPU of this host", "has GPU 0-7"],
+            ["only=8: there is no NVIDIA GPU 8 here (GPU 0-7)"],
         ),
         (mig_host(), api.Selection(2), None, ["one MIG instance", "ask for 1"]),
         (host(1, _0=gpu(compute_mode=api.ComputeMode.PROHIBITED)), ANY, None, ["PROHIBITED", "nvidia-smi -c DEFAULT"]),

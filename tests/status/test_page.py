@@ -346,7 +346,7 @@ def test_markup_that_slipped_in_could_run_nothing(opened: Opened, said: list[str
 @pytest.mark.parametrize("script", [True, False])
 @pytest.mark.parametrize("age", [1, 1000])
 def test_it_says_when_it_is_stale(opened: Opened, script: bool, age: float) -> None:
-    """Older than thrice its interval by the reader's clock. Without a script it stands there that long first."""
+    """Older than three times its interval by the reader's clock. Without a script it says so once it was open for so long."""
     fresh = opened(page({"gpu1": host()}, now=time.time() - age), script=script)
     assert fresh.locator(".stale").is_visible() == (script and age == 1000)
     opened(page({"gpu1": host()}, now=NOW, every=0.1), script=script).locator(".stale").wait_for(state="visible")

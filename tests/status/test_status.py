@@ -200,7 +200,7 @@ def test_claims_inside_claims_are_shown(ground, child) -> None:
         status = look()
     (one,) = [one for one in status.gpus if one.inside]
     assert (one.claim.pid, one.inside.pid, one.idle) == (ME, inner.pid, False)
-    assert f"inside it: process {inner.pid}" in table(status)
+    assert f"claimed again, inside this claim, by process {inner.pid}" in " ".join(table(status).split())
     assert [states(of).count("claimed") for of in (status, look())] == [2, 1], "the claim inside it lives on"
 
 
@@ -411,7 +411,7 @@ def test_names_that_count_for_nothing_are_told_and_hide_nothing(state_dir: Path,
     assert states(status) == " ".join(["claimed", *["free"] * 7])
     second, first = status.ignored
     mine = api.procfs.user_name(os.geteuid())
-    assert first == f"{state_dir}/claims/77.{'a' * 16} of {mine} counts for nothing (a symbolic link)"
+    assert first == f"{state_dir}/claims/77.{'a' * 16} of {mine} is ignored (a symbolic link)"
     assert second.endswith(", as do 1 more")
     assert status.to_dict()["warnings"] == [second, first]
     assert api.main(["status"]) == 0
@@ -442,7 +442,7 @@ def test_an_entry_that_cannot_be_read_is_told_with_its_owner(
         return findings.finding("entries").detail
 
     told = as_user(look, uid=4712).hear()
-    assert f"{path} of 4711 counts for nothing (" in told
+    assert f"{path} of 4711 is ignored (" in told
     assert told.count(why) == 2, "in status and in doctor"
     assert "claimed claimed free" in told
     assert "its entry here was removed or cannot be read" in told

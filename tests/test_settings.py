@@ -262,7 +262,7 @@ def test_a_user_cannot_lift_the_limits_of_the_host(name: str, open_tmp: Path, mo
         )
 
     path = f"{etc}/{name}"
-    said = [path, f"SAFE_GPU_POLICY=/nonexistent has no effect: {path} holds on this host", "/nonexistent"]
+    said = [path, f"SAFE_GPU_POLICY=/nonexistent has no effect: {path} applies on this host", "/nonexistent"]
     assert as_user(look, uid=4711).hear() == str(said)
     assert api.variables.policy_file(variables) == "/nonexistent"  # root may try another one
 
@@ -292,14 +292,15 @@ def test_root_sets_the_defaults_of_a_host(write: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SAFE_GPU_DIR", "/elsewhere")  # the environment still wins, and a claim says so
     assert api.state_dir_path() == "/elsewhere"
     doubts = api.variables.doubts({**variables, "SAFE_GPU_DIR": "/elsewhere"})
-    assert f"SAFE_GPU_DIR=/elsewhere counts, and {path} says state_dir = /var/lib/safe-gpu: two state" in str(doubts)
+    told = f"SAFE_GPU_DIR=/elsewhere is used, although {path} says state_dir = /var/lib/safe-gpu: two state"
+    assert told in str(doubts)
 
 
 @needs_root
 def test_a_wrong_setting_is_named(write: Any) -> None:
     for text, says in (
         ("state_dir = tmp", "is relative: write a path from / on"),
-        ("refused_exit = 256", "is no exit code: write 1 to 255"),
+        ("refused_exit = 256", "is not an exit code: write 1 to 255"),
         ("max_gpus = 2", "'max_gpus' is unknown: write state_dir"),
     ):
         with pytest.raises(PolicyError, match=f":4: .*{says}"):

@@ -80,7 +80,7 @@ def _still_free(view: HostView, claim: Claim, logger: Any) -> tuple[Gpu, ...] | 
         if verdict is not None and (verdict.gpu.names, verdict.gpu.mode) != (gpu.names, gpu.mode):
             verdict = None  # the name is that of another piece, or of all of the GPU
         if verdict is None or not verdict.free:
-            reason = "it is gone"
+            reason = "no longer shown by the driver"
             if verdict is not None:
                 reason = verdict.reason
             logger.info("GPU %s was taken meanwhile (%s): starting over", gpu.label, reason)
@@ -211,7 +211,7 @@ def doubts_of(claim: Claim) -> list[str]:
             doubts.append(doubt)
     for gpu in claim.gpus:
         if gpu.processes_private:
-            doubts.append(f"Whether other programs use the GPUs of this claim is not known: {gpu.process_error}")
+            doubts.append(f"it is not known whether other programs use the GPUs of this claim: {gpu.process_error}")
             break
     if claim.before.doubt:
         doubts.append(claim.before.doubt)

@@ -64,7 +64,7 @@ def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = 
             name = style.option("hold_for")
         raise UnsatisfiableRequestError(
             f"{name} says {format_age(seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
-            f"({limits.sections['max_hold']}): say less, or ask the administrator",
+            f"({limits.sections['max_hold']}): state less, or ask the administrator",
             value=seconds,
         )
 

@@ -322,9 +322,8 @@ def refusal_message(
         text += f": {_advice_to_wait(waited, status.needed)}"
     if status.ahead is None and status.spent is None and 0 < free < status.needed:
         text += ", or ask for fewer"
-    text += "."
     if hint:
-        text += f" {hint}."
+        text += f". {hint}"
     lines = [text]
     alike = grouped((verdict.gpu.label, _why_not(verdict)) for verdict in status.verdicts)
     for reason, labels in alike.items():

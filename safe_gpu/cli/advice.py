@@ -201,7 +201,7 @@ _TABLE = (
     ),
     _Advice(
         rf"(ollama) {_OPTIONS}(run) ",
-        "the server of {program} computes, and not `{shown}`: it neither holds the claim nor uses its GPUs",
+        "`{shown}` lets the server of {program} compute, which neither holds the claim nor uses its GPUs",
         "Claim for the server: safe-gpu {run} ollama serve",
     ),
     _Advice(

@@ -194,7 +194,7 @@ def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:
     Without ``--timeout`` the claim waits as long as SAFE_GPU_TIMEOUT says, else without limit.
 
     Raises:
-        UnsatisfiableRequestError: the variable makes no sense.
+        UnsatisfiableRequestError: the variable is not valid.
     """
     given = {name: value for name, value in vars(options).items() if name not in _NOT_OF_CLAIMS}
     if "timeout" not in given:

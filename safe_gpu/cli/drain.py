@@ -31,9 +31,9 @@ def configure_drain(parser: argparse.ArgumentParser) -> None:
     """Set its options."""
     parser.description = """Allow no new claims on these GPUs, or on any GPU of this host. Claims that hold
 them go on, and waiters keep waiting. For root and the owner of the state
-directory only. With --until it is for a time: before that begins, only claims
-enter that say with --for that they end by then. It binds neither root nor those
-for whom the GPUs are reserved."""
+directory only. With --until it is a reservation for a time: before it begins,
+GPUs go only to claims whose --for ends by then. It does not apply to root, nor
+to those for whom the GPUs are reserved."""
     parser.epilog = """examples:
   safe-gpu drain 3 --reason 'a fan is broken'
   safe-gpu drain 3 a fan is broken

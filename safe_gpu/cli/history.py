@@ -43,8 +43,8 @@ def configure_history(parser: argparse.ArgumentParser) -> None:
   safe-gpu history --csv > claims.csv
   safe-gpu history --report month --plot month.svg
 
-A claim that was not released but died ended at some time between two others;
-GPU-hours have a least and a most for that."""
+Of a claim that died, the end is only known to lie between two times, so its
+GPU-hours have a lower and an upper bound."""
     add = parser.add_argument
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--mine", action="store_true", help="your claims only")

@@ -33,8 +33,8 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
   safe-gpu run -n 8 -- mpirun -np 8 python train.py     each rank may claim one
   safe-gpu run --host gpu1,gpu2 -- python train.py      where GPUs are free now
 
-The GPUs are held until the command and whatever inherited its descriptors have
-ended. Claim inside containers of docker and nerdctl, around those of others.
+The GPUs are held until the command and all processes that inherited its
+descriptors have ended. With docker and nerdctl, claim inside the container.
 
 exit codes: the command's; 2 usage, 68 no host of --host answers,
 69 no driver, 70 a package is missing, 73 state directory unusable,

@@ -165,7 +165,7 @@ def write_whole(path: str, content: str | bytes) -> None:
     path = os.path.abspath(path)
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise OSError(f"{path} is there and is no regular file, so it is not replaced: name another file")
+            raise OSError(f"{path} exists and is not a regular file, so it is not replaced: name another file")
     directory, name = os.path.split(path)
     try:
         fd, temporary = mkstemp(".tmp", f".{name}.", directory)  # no reader takes it for a metrics file

@@ -55,7 +55,7 @@ def do_policy(options: argparse.Namespace) -> int:
     if rules is None and doubt:
         text = f"{path} is ignored: nothing is limited"
     elif rules is None:
-        text = f"There is no {path}: nothing is limited"
+        text = f"there is no {path}: nothing is limited"
     elif user.limits.exempt:
         text = f"{user.name} is exempt: {path} limits root only in a section [user root]"
     elif options.user:

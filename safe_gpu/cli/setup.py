@@ -30,9 +30,9 @@ SIGNS_OF_SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/sy
 
 def configure_setup(parser: argparse.ArgumentParser) -> None:
     """Set its options."""
-    parser.description = """Make a state directory of root's, so that no user can remove or close what
-others rely on; lead all sessions to it by the host's settings. What is right
-already, and what others made, is not changed."""
+    parser.description = """Make a state directory that belongs to root, so that no user can remove or close
+what others rely on, and name it in the host's settings for all sessions. What
+is already right, and what other users made, is not changed."""
     parser.epilog = "examples:\n  safe-gpu setup --dry-run\n  safe-gpu setup && safe-gpu doctor"
     add = parser.add_argument
     add("--state-dir", metavar="DIR", default=ADMIN_DIR, help=f"an absolute path on a local disk (default {ADMIN_DIR})")

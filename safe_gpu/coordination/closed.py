@@ -113,7 +113,7 @@ def _read(above: int, *, by_root: bool) -> tuple[str, str]:
 def _doubt(status: os.stat_result, user: str, owner: int) -> str:
     """Return why a file is ignored; "" for nothing."""
     if not stat.S_ISREG(status.st_mode):
-        return f"is no regular file, and belongs to {user}"
+        return f"is not a regular file, and belongs to {user}"
     if status.st_uid not in (0, owner):
         return f"belongs to {user}, and the directory does not"
     if status.st_size > MOST_BYTES:

@@ -38,7 +38,7 @@ def sentence_on_crowd(state_dir: str, name: str) -> str:
         for one in islice(names, _SAMPLE):  # a set has them in no order that anybody chose
             with suppress(OSError):
                 owners[os.stat(one, dir_fd=directory.fd, follow_symlinks=False).st_uid] += 1
-        sentence = f"{directory.path} has {_number(names)} names, which slows down all who look"
+        sentence = f"{directory.path} has {_number(names)} names, which slows everybody down"
         for uid, number in owners.most_common(1):
             part = round(100 * number / owners.total())
             sentence += f"; {part}% of them are of {user_name(uid)}, who or root can remove them"
@@ -57,7 +57,7 @@ def _sentence_on_grown(directory: Directory, number: int, state_dir: str) -> str
         return ""
     size = os.fstat(directory.fd).st_size >> 20
     return printable(
-        f"{directory.path} takes {size} MiB for {plural(number, 'name')}, which slows down all who look: as root: "
+        f"{directory.path} takes {size} MiB for {plural(number, 'name')}, which slows everybody down: as root: "
         f"{setup_command(state_dir)}"
     )
 

@@ -132,8 +132,7 @@ def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
         has = f"mode {stat.S_IMODE(status.st_mode):04o}"
         if status.st_nlink > 1:
             has = f"{status.st_nlink} names (hard links) and {has}"
-        what = f"{path} has {has} in place of 0666, so it may be somebody's file from elsewhere, which is not to be "
-        what += "written to"
+        what = f"{path} has {has} in place of 0666, so it may be a link to somebody's file elsewhere and is not used"
     else:
         what = f"{path} is not a regular file"
     owner = procfs.user_name(status.st_uid)
@@ -209,7 +208,7 @@ def warning_about_removable_entries(path: str, *, doors: bool) -> str:
     uid = remover_of(path, os.geteuid())
     if uid is None or (doors and procfs.sees_network_devices()):
         return ""
-    why = "it has no doors"
+    why = "it has no doors (abstract sockets)"
     if doors:
         why = "this network namespace seems not to be the host's"
     ask = "ask root to run"

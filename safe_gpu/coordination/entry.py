@@ -360,7 +360,7 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
     """
     data = json.dumps({"v": 1, **said}).encode() + b"\n"
     if len(data) > LARGEST:
-        problem = f"an entry of {len(data)} bytes is larger than {LARGEST}, and nobody would count it"
+        problem = f"an entry of {len(data)} bytes is larger than {LARGEST}, and would be ignored"
         raise refusal(problem, directory.path, errno.EFBIG)
     for _ in range(_MOST_TRIES):
         temporary = f".{os.urandom(8).hex()}"

@@ -61,7 +61,7 @@ def _own_name(uuid: str) -> str:
 
 
 def _read(directory: Directory, name: str) -> GpuFault | None:
-    """Return the note in a file; None if it is of another user than its name says, too old, or makes no sense."""
+    """Return the note in a file; None if it is of another user than its name says, too old, or not valid."""
     try:
         with open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
             uid = os.fstat(file.fileno()).st_uid

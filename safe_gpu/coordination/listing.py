@@ -396,7 +396,7 @@ def why_no_entry(status: os.stat_result) -> str:
     if stat.S_ISLNK(mode):
         return "a symbolic link"
     if not stat.S_ISREG(mode):
-        return "no regular file"
+        return "not a regular file"
     if mode & 0o022:
         return f"others may write it: mode {stat.S_IMODE(mode):04o}"
     if status.st_size > LARGEST:

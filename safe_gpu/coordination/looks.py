@@ -441,7 +441,7 @@ def _check(status: os.stat_result, owner: int) -> None:
         ValueError: so it is.
     """
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("no regular file")
+        raise ValueError("not a regular file")
     if status.st_uid not in (0, owner):
         raise ValueError(f"it belongs to {user_name(status.st_uid)}")
     if status.st_mode & 0o022:

@@ -49,7 +49,7 @@ def take_older_package_lock(deadline: float | None, logger: Any, signals: Deferr
         raise
     except OSError as err:
         logger.warning(
-            "The lock of the older safe-gpu package (%s) cannot be taken (%s), so its users may collide with us: "
+            "the lock of the older safe-gpu package (%s) cannot be taken (%s), so its users may collide with us: "
             "ask its owner to open it and its directory to all (modes 0666 and 1777), or root to remove the directory",
             LOCK_FILE,
             err.strerror,

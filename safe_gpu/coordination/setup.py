@@ -75,10 +75,10 @@ def _wrong(name: str, status: os.stat_result) -> str:
         return f"belongs to {user_name(status.st_uid)}"
     if name == HOST_LOCK:
         if not is_everybodys(status) or status.st_nlink != 1:
-            return "is no file with mode 0666 and one name"
+            return "is not a file with mode 0666 and one name"
         return ""
     if status.st_mode != stat.S_IFDIR | DIR_MODE:
-        return "is no directory with mode 1777"
+        return "is not a directory with mode 1777"
     return ""
 
 

@@ -86,7 +86,7 @@ def lost_gpus(host: CheckedHost) -> Check:
     """Check that the driver can reach all GPUs."""
     lost = [gpu for gpu in host.snapshot.gpus if gpu.lost]
     if lost:
-        return warning(f"{labels(lost)}: {lost[0].unusable or 'the driver lost it'}", host.vendor.recover)
+        return warning(f"{labels(lost)}: {lost[0].unusable or 'lost by the driver'}", host.vendor.recover)
     closed = [gpu for gpu in host.snapshot.gpus if gpu.unusable and not gpu.mig_enabled]
     if closed:
         return warning(f"{labels(closed)}: {closed[0].unusable}", "ask the scheduler or the container for these GPUs")

@@ -21,7 +21,7 @@ def policy(host: CheckedHost) -> Check:
     found, ignored = config.read(path)
     if ignored:
         why, _, _ = ignored.partition(";")
-        return warning(why, f"as root: write {path} anew, a file of root's with mode 644")
+        return warning(why, f"as root: replace {path} by a file of root's with mode 644")
     if found is not None:
         return passed(f"{path}, {plural(len(found.sections), 'section')}")
     if host.environ.get("SAFE_GPU_POLICY"):

@@ -78,7 +78,7 @@ class _Name(NamedTuple):
         kind, _, preset = name.partition(":")
         if kind not in _KINDS or (preset and kind != "simulated"):
             choices = ", ".join(_KINDS) + ":PRESET"
-            raise UnsatisfiableRequestError(f"There is no driver {name!r}: choose one of {choices}.", value=name)
+            raise UnsatisfiableRequestError(f"there is no driver {name!r}: choose one of {choices}", value=name)
         return cls(kind, preset)
 
     @classmethod
@@ -231,9 +231,9 @@ def _open_nvidia() -> Driver:
         return _open_nvml()
     if not _has_nvidia_smi():
         raise NoDriverError(
-            f"There is no GPU driver here: {reason}, and nvidia-smi is not on PATH; nor is the driver of AMD or Intel "
-            "GPUs loaded, or it shows none. On a GPU host, install the driver, for NVIDIA also nvidia-ml-py; to try "
-            "safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
+            f"there is no GPU driver here: {reason}, nvidia-smi is not on PATH, and no driver of AMD or Intel GPUs is "
+            "loaded, or it shows no GPU. On a GPU host, install the driver, for NVIDIA also nvidia-ml-py; to try "
+            "safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100",
             driver="auto",
         )
     return _open_nvidia_smi()

@@ -64,7 +64,7 @@ class Driver:
             if gpu.uuid in shown:
                 found.append(shown[gpu.uuid])
             else:
-                found.append(gpu.unreachable("the kernel no longer lists it"))
+                found.append(gpu.unreachable("no longer listed by the kernel"))
         return tuple(found)
 
     def shows_same(self, snapshot: HostSnapshot) -> bool:

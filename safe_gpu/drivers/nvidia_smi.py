@@ -317,7 +317,7 @@ class NvidiaSmiDriver(Driver):
     def __init__(self, timeout: float = 30.0) -> None:
         path = find_nvidia_smi()
         if path is None:
-            raise self._failure("nvidia-smi is not on PATH: install the NVIDIA driver, or put its directory on PATH.")
+            raise self._failure("nvidia-smi is not on PATH: install the NVIDIA driver, or put its directory on PATH")
         self._path = path
         self._timeout = timeout
         self._known: dict[str, _Identity] = {}  # by bus id, for a GPU that no longer tells
@@ -351,7 +351,7 @@ class NvidiaSmiDriver(Driver):
             if gpu.uuid in shown:
                 found.append(shown[gpu.uuid]._replace(index=gpu.index))
             else:
-                found.append(_unreachable(gpu, "nvidia-smi no longer shows it"))
+                found.append(_unreachable(gpu, "no longer shown by nvidia-smi"))
         return tuple(found)
 
     def _gpus(self, report: _Report) -> tuple[Gpu, ...]:
@@ -400,16 +400,16 @@ class NvidiaSmiDriver(Driver):
             output = output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)
             return output.status, output.text
         except OSError as err:
-            problem = f"{self._path} cannot be started: {err.strerror}."
+            problem = f"{self._path} cannot be started: {err.strerror}"
         except TooMuch:
             problem = (
                 f"{self._path} prints more than {_MOST_OUTPUT >> 20} MiB: look at what `nvidia-smi -q -x` shows, and "
-                "whether that is NVIDIA's program."
+                "whether that is NVIDIA's program"
             )
         except TooLate:
             problem = (
                 f"nvidia-smi did not answer within {self._timeout:g} s, so the NVIDIA driver hangs: look for NVRM or "
-                "Xid in dmesg; usually the host needs a reboot."
+                "Xid in dmesg; usually the host needs a reboot"
             )
         raise self._failure(problem)
 
@@ -482,7 +482,7 @@ def _described(gpu: Gpu, text: str, facts: _Facts) -> Gpu:
 
 def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
     what = printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
-    return gpu.unreachable(f"the driver cannot reach it ({what}): reset it, or reboot the host")
+    return gpu.unreachable(f"out of reach of the driver ({what}): reset the GPU, or reboot the host")
 
 
 def _complaint(text: str) -> str:

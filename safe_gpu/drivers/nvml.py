@@ -34,21 +34,21 @@ _P2P_UNKNOWN = 6  # NVML_P2P_STATUS_UNKNOWN
 
 _MODE_COUNTS_FOR = 60.0  # seconds for which a persistence mode is remembered; an administrator may change it
 
-_GONE = "the driver no longer shows it: its UUID has changed, or the GPU or MIG instance was removed"
+_GONE = "no longer shown by the driver: the UUID has changed, or the GPU or MIG instance was removed"
 
 # By nvmlReturn_t.
 _NO_DRIVER = {
-    1: "The NVML session keeps ending: something else in this process calls nvmlShutdown once too often.",
-    4: "This user may not open the NVIDIA devices: check the permissions of /dev/nvidiactl.",
-    9: "The NVIDIA kernel driver is not loaded: run `modprobe nvidia`, or start the container with GPUs, until "
-    "nvidia-smi works.",
-    12: "NVML is missing: install the NVIDIA driver (libnvidia-ml.so.1) and the Python package nvidia-ml-py.",
-    13: "The NVIDIA driver is older than R450: upgrade it, or set SAFE_GPU_DRIVER=nvidia-smi.",
-    18: "The NVIDIA driver was upgraded while its old kernel module is still loaded (driver and library versions "
-    "differ): reboot, or unload and load the nvidia modules.",
-    28: "The NVIDIA driver is loaded but finds no GPU: check `nvidia-smi -L` and lspci.",
+    1: "the NVML session keeps ending: something else in this process calls nvmlShutdown once too often",
+    4: "this user may not open the NVIDIA devices: check the permissions of /dev/nvidiactl",
+    9: "the NVIDIA kernel driver is not loaded: run `modprobe nvidia`, or start the container with GPUs, until "
+    "nvidia-smi works",
+    12: "NVML is missing: install the NVIDIA driver (libnvidia-ml.so.1) and the Python package nvidia-ml-py",
+    13: "the NVIDIA driver is older than R450: upgrade it, or set SAFE_GPU_DRIVER=nvidia-smi",
+    18: "the NVIDIA driver was upgraded while its old kernel module is still loaded (driver and library versions "
+    "differ): reboot, or unload and load the nvidia modules",
+    28: "the NVIDIA driver is loaded but finds no GPU: check `nvidia-smi -L` and lspci",
     999: "NVML fails with an unknown error: in a container that lost its access to /dev/nvidia0 restart it, elsewhere "
-    "look for NVRM in dmesg.",
+    "look for NVRM in dmesg",
 }
 
 _Answer = TypeVar("_Answer")
@@ -331,8 +331,8 @@ def _cpus(calls: NvmlCalls, uuid: str, scope: str) -> frozenset[int] | None:
 
 def _failed(gpu: Gpu, fault: Fault) -> Gpu:
     if fault.code == NO_PERMISSION:
-        return gpu.unreachable("this process may not open it: the job or container was given other GPUs", lost=False)
-    return gpu.unreachable(f"the driver cannot reach it ({fault}): reset it, or reboot the host")
+        return gpu.unreachable("closed to this process: the job or container was given other GPUs", lost=False)
+    return gpu.unreachable(f"out of reach of the driver ({fault}): reset the GPU, or reboot the host")
 
 
 class NvmlDriver(Driver):
@@ -417,7 +417,7 @@ class NvmlDriver(Driver):
                     return question(self._open())
             except NvmlError as err:
                 self._end()
-                what = _NO_DRIVER.get(err.code) or f"NVML cannot be used: {err}."
+                what = _NO_DRIVER.get(err.code) or f"NVML cannot be used: {err}"
                 raise NoDriverError(what, driver=self.name) from err
 
     def _forget_parent(self) -> None:

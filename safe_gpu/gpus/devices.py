@@ -367,9 +367,9 @@ class GpuFault(NamedTuple):
 
     @property
     def why_last(self) -> str:
-        """``taken last until Sun 14:32, since a claim failed on it: ...``, in local time."""
+        """``taken last until Sun 14:32, since a claim failed there: ...``, in local time."""
         until = time.strftime("%a %H:%M", time.localtime(self.when + self.lasts))
-        return f"taken last until {until}, since a claim failed on it: {self.error}"
+        return f"taken last until {until}, since a claim failed there: {self.error}"
 
 
 def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFault]:

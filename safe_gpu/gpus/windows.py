@@ -75,7 +75,7 @@ def drain_line(uuid: str, reason: str) -> str:
 
 
 def parse_closed(lines: Iterable[str], by: str) -> tuple[dict[str, str], tuple[Window, ...], list[str]]:
-    """Return what the lines of a user's file say. A line that makes no sense closes nothing, and the others count.
+    """Return what the lines of a user's file say. A line that is not valid closes nothing, and the others count.
 
     Returns:
         UUID -> reason of the GPUs that are drained, the windows, and the lines that make no sense.
@@ -145,7 +145,7 @@ def why_reserved(windows: Iterable[Window], now: float, hold_for: float | None) 
             continue
         reason = str(window)
         if now < window.begin:
-            reason += " (until then for claims that say a shorter --for)"
+            reason += " (until then only for claims with a shorter --for)"
         for uuid in window.gpus:
             found.setdefault(uuid, reason)
     return found

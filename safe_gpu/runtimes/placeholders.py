@@ -110,7 +110,7 @@ def fit_to_compute_mode(placeholder: Placeholder, gpus: Iterable[Gpu], *, is_def
     labels = ",".join(exclusive)
     if not is_default:
         logger.warning(
-            "GPU %s admits one process (compute mode EXCLUSIVE_PROCESS), and %s makes this process that one: pass "
+            "GPU %s admits one process (compute mode EXCLUSIVE_PROCESS), and with %s that is this process: pass "
             "placeholder_fn=NoPlaceholder() if child processes of this claim use CUDA",
             labels,
             name_of(placeholder),

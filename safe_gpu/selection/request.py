@@ -69,7 +69,7 @@ class Condition:
         """Return the condition of another process's ticket.
 
         Raises:
-            ValueError, TypeError: the value makes no sense.
+            ValueError, TypeError: the value is not valid.
         """
         return cls(cls.parse(value))
 
@@ -77,7 +77,7 @@ class Condition:
         """Return what it means on a host with these GPUs.
 
         Raises:
-            UnsatisfiableRequestError: it makes no sense there.
+            UnsatisfiableRequestError: it is not valid there.
         """
         return self
 

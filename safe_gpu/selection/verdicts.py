@@ -540,7 +540,7 @@ def why_unusable(gpu: Gpu) -> str:
     if gpu.unusable:
         return gpu.unusable
     if gpu.lost:
-        return "the driver lost it (fell off the bus, or needs a reset)"
+        return "lost by the driver (fell off the bus, or needs a reset)"
     if gpu.mig_enabled and not gpu.is_mig_instance:
         return "MIG mode is on: claim one of its instances"
     if gpu.compute_mode == ComputeMode.PROHIBITED:

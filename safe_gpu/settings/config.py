@@ -82,7 +82,7 @@ class _Weight(Key):
         if re.fullmatch(r"[0-9]{1,3}(\.[0-9]+)?", text) and self._LEAST <= float(text) <= self._MOST:
             return float(text)
         way_out = f"write a number from {self._LEAST:g} to {self._MOST:g}"
-        raise ValueError(f"{self.name} = {text} is no weight: {way_out}")
+        raise ValueError(f"{self.name} = {text} is not a weight: {way_out}")
 
 
 class _Duration(Key):
@@ -104,20 +104,20 @@ class _Duration(Key):
 
 _OF_HOST = (
     _Word("state_dir", "SAFE_GPU_DIR", form="/.*", problem="is relative: write a path from / on"),
-    _Word("vendor", form="|".join(VENDORS), problem=f"is no vendor: write {', '.join(VENDORS)}"),
+    _Word("vendor", form="|".join(VENDORS), problem=f"is not a vendor: write {', '.join(VENDORS)}"),
     Key("sge_resource", "SAFE_GPU_SGE_RESOURCE"),
     _Word(
         "unexplained_memory",
         "SAFE_GPU_UNEXPLAINED_MEMORY",
         form="[0-9][0-9.]* ?[KMGTkmgt]?[iI]?[bB]?",
-        problem="is no size: write 300MiB",
+        problem="is not a size: write 300MiB",
     ),
     _Word(
         "refused_exit",
         form="0{0,2}[1-9]|0?[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5]",
-        problem="is no exit code: write 1 to 255",
+        problem="is not an exit code: write 1 to 255",
     ),
-    _Word("order", form="fifo|fair", problem="is no order: write fifo or fair"),
+    _Word("order", form="fifo|fair", problem="is not an order: write fifo or fair"),
     _Hosts("hosts"),
     _Word("remote_command", form=".+", problem="is empty: write what starts safe-gpu on the other hosts"),
 )
@@ -238,7 +238,7 @@ def parse(text: str, path: str, *, host_only: bool = False) -> Policy:
         except ValueError as err:
             reason = err
             if not _may_be_shown(path):
-                reason = ValueError("it is wrong, and not shown: who chose the file is unknown")
+                reason = ValueError("it is not valid, and is not shown, since it is not known who chose the file")
             raise PolicyError(f"{path}:{number}: {reason}", path=path, line=number) from reason
     return Policy(path, tuple(sections))
 
@@ -290,13 +290,13 @@ def host_names(text: str) -> tuple[str, ...]:
     """Return the hosts in a list that blanks or commas separate, each once, in its order.
 
     Raises:
-        ValueError: one of them is no name of a host. ssh would take ``-x`` for an option, and programs that it starts
-            may give other texts to a shell.
+        ValueError: one of them is not the name of a host. ssh would take ``-x`` for an option, and programs that it
+            starts may give other texts to a shell.
     """
     names = text.replace(",", " ").split()
     for name in names:
         if not re.fullmatch(r"([\w.][\w.+-]*@)?[\w.:\[][\w.:%\[\]-]*", name):
-            raise ValueError(f"{name!r} is no name of a host: write gpu1, anna@gpu1 or a name of ~/.ssh/config")
+            raise ValueError(f"{name!r} is not the name of a host: write gpu1, anna@gpu1 or a name of ~/.ssh/config")
     return tuple(dict.fromkeys(names))
 
 

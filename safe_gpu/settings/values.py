@@ -201,8 +201,8 @@ _NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0
 
 
 def refused(name: str, value: object, way_out: str) -> UnsatisfiableRequestError:
-    """Return the error about a value that makes no sense."""
-    return UnsatisfiableRequestError(f"{style.written(name, value)} makes no sense: {way_out}", value=value)
+    """Return the error about a value that is not valid."""
+    return UnsatisfiableRequestError(f"{style.written(name, value)} is not valid: {way_out}", value=value)
 
 
 def as_index(value: object) -> int | None:

@@ -238,7 +238,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
         found += _differences(values, environ)
     policy = environ.get("SAFE_GPU_POLICY")
     if policy and policy != policy_file(environ):
-        found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")
+        found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} applies on this host")
     on_purpose = environ.get(f"{_FOR_TESTS}SIMULATED")  # set by programs that use simulated GPUs on purpose
     if is_simulated(environ) and not on_purpose:
         maker = real_driver()
@@ -260,7 +260,7 @@ def _differences(values: Mapping[str, str], environ: Mapping[str, str]) -> list[
         given = environ.get(name, "")
         if given in ("", value):
             continue
-        text = f"{name}={given} counts, and {policy_file(environ)} says {key} = {value}"
+        text = f"{name}={given} is used, although {policy_file(environ)} says {key} = {value}"
         if name == "SAFE_GPU_DIR":
             text += ": two state directories are two queues"
         found.append(text)

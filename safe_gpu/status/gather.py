@@ -116,13 +116,13 @@ class HostFacts:
             # A waiter makes its claim before it leaves the queue.
             self.tickets = waiting_tickets(path, ignored)
         except StateDirError as err:
-            self.warnings = [f"The queue is not known: {err}"]
+            self.warnings = [f"the queue is not known: {err}"]
         with DeferredSignals():
             living = partial(living_entries, path, "claims", ignored, dead)
             try:
                 self.claims, self.beyond = claims_now(gpus, tree, living)
             except StateDirError as err:
-                self.warnings = [f"The claims are not known: {err}"]
+                self.warnings = [f"the claims are not known: {err}"]
             now = time.time()
             append(lines_of_dead(dead, now), now)
         for part in ("claims", "queue"):
@@ -486,7 +486,7 @@ def _written(looks: Looks, directory: Directory) -> str:
         return f"{what}, and cannot be replaced ({err.strerror}): remove it"
     if looks.ignored == "":
         return ""
-    return f"{what}, and was made anew"
+    return f"{what}, and was replaced"
 
 
 def _seen(gpus: Collection[GpuStatus], found: HostFacts) -> list[tuple[Entry, str, Sight]]:

@@ -55,12 +55,12 @@ _OF_CLAIMS = (
     ),
     _ClaimMetric(
         "claim_idle_seconds",
-        "How long the claimed GPU has shown no work, as far as looks tell.",
+        "How long the claimed GPU has shown no work, as far as status has looked.",
         lambda one, claim: one.idle_for,
     ),
     _ClaimMetric(
         "claim_utilization",
-        "Mean utilization of the GPU in percent since it was claimed, as far as looks tell.",
+        "Mean utilization of the GPU in percent since it was claimed, as far as status has looked.",
         lambda one, claim: claim.utilization,
     ),
     _ClaimMetric(
@@ -69,9 +69,9 @@ _OF_CLAIMS = (
         lambda one, claim: claim.until,
     ),
     _ClaimMetric(
-        "claim_beside_bytes", "Memory that processes which are not of the claim use on the GPU.", _bytes_beside
+        "claim_beside_bytes", "Memory used on the GPU by processes that are not part of the claim.", _bytes_beside
     ),
-    _ClaimMetric("claim_outdated", "1 where the GPU has been divided otherwise since it was claimed.", _outdated),
+    _ClaimMetric("claim_outdated", "1 if the GPU has been divided differently since it was claimed.", _outdated),
 )
 
 _OF_SHARES = (

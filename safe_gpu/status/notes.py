@@ -61,7 +61,7 @@ def _notes_on_claim(claim: Holder) -> Iterator[str]:
     if claim.note:
         yield claim.note
     if claim.removable_by:
-        yield f"nothing but its entry keeps others off it, and {claim.removable_by} can remove that (safe-gpu doctor)"
+        yield f"only the claim's file keeps others off, and {claim.removable_by} can remove it (safe-gpu doctor)"
     if is_over(claim):
         yield f"uses more than its share: {format_bytes(claim.memory_used or 0)} of {format_bytes(claim.share or 0)}"
 

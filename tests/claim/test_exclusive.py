@@ -46,7 +46,7 @@ def test_a_placeholder_that_was_chosen_stays_there_with_a_warning(fake_gpus: Any
     assert placeholder == fake_gpus.uuids[0]
     assert "CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in child
     assert [warning.partition(": ")[0] for warning in warnings] == [
-        "GPU 0 admits one process (compute mode EXCLUSIVE_PROCESS), and CudaPlaceholder makes this process that one"
+        "GPU 0 admits one process (compute mode EXCLUSIVE_PROCESS), and with CudaPlaceholder that is this process"
     ]
     assert "NoPlaceholder()" in warnings[0]
 

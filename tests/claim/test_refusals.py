@@ -24,7 +24,7 @@ def test_too_few_free_now_and_until_the_deadline(host: Any, cleanup: ExitStack, 
         safe_gpu.claim_gpus(6, timeout=0)
     assert (type(caught.value), caught.value.nb_gpus) == (api.NotEnoughGpusError, 6)
     first, second, *others = str(caught.value).splitlines()
-    assert first == f"6 GPUs asked for, 5 free: wait for them ({LONGER}), or ask for fewer."
+    assert first == f"6 GPUs asked for, 5 free: wait for them ({LONGER}), or ask for fewer"
     assert second.startswith(f"  GPU 0-2 (NVIDIA A100-SXM4-80GB): process {host.stranger_pid} ")
     assert others == ["  GPU 3-7 (NVIDIA A100-SXM4-80GB): free"]
     with untouched(), pytest.raises(safe_gpu.ClaimTimeout, match="wait longer") as late:
@@ -228,7 +228,7 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
     models = [api.GpuVerdict(gpu(index, name=name), "free") for index, name in ((7, "L4"), (8, "T4"), (9, "L4"))]
     verdicts = (FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE, *models)
     assert api.refusal_message(status(*verdicts, needed=9)) == (
-        f"9 GPUs asked for, 4 free: wait for them ({LONGER}), or ask for fewer.\n"
+        f"9 GPUs asked for, 4 free: wait for them ({LONGER}), or ask for fewer\n"
         "  GPU 0 (NVIDIA A100): free\n"
         "  GPU 1,2 (NVIDIA A100): claimed by process 4711 (ada)\n"
         "  GPU 3 (NVIDIA A100): process 12 (bob, python) uses 1 GiB\n"
@@ -245,15 +245,15 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
         (
             status(BUSY, ahead=ADA, position=4),
             {"waited": 5.0},
-            f"0 free after 5 s, {BEHIND} and 2 more claims: wait longer ({LONGER}).",
+            f"0 free after 5 s, {BEHIND} and 2 more claims: wait longer ({LONGER})",
         ),
         (
             status(FREE, ahead=ADA, position=2),
             {},
-            f"1 free, kept for the claim ahead, {BEHIND}: wait for it ({LONGER}).",
+            f"1 free, kept for the claim ahead, {BEHIND}: wait for it ({LONGER})",
         ),
-        (status(BUSY), {"hint": "X=0 limits this"}, f"0 free: wait for it ({LONGER}). X=0 limits this."),
-        (status(BUSY), {"wait_limit": "/etc/p"}, "0 free: try again (/etc/p limits the wait)."),
+        (status(BUSY), {"hint": "X=0 limits this"}, f"0 free: wait for it ({LONGER}). X=0 limits this"),
+        (status(BUSY), {"wait_limit": "/etc/p"}, "0 free: try again (/etc/p limits the wait)"),
     ],
 )
 def test_the_first_sentence_says_what_to_do(status: api.WaitStatus, arguments: dict[str, Any], first: str) -> None:

@@ -391,7 +391,7 @@ def test_without_limits(path: Path, ask: Any) -> None:
     ignored = ask("policy")
     assert (ignored.stdout, "mode 0666" in ignored.stderr) == (f"{path} is ignored: nothing is limited\n", True)
     path.unlink()
-    assert ask("policy").stdout == f"There is no {path}: nothing is limited\n"
+    assert ask("policy").stdout == f"there is no {path}: nothing is limited\n"
 
 
 def test_of_another_user(path: Path, ask: Any) -> None:

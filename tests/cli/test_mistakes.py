@@ -63,7 +63,7 @@ safe-gpu run -n  # [2] safe-gpu run: error: -n/--gpus/--nb-gpus needs a value (s
 safe-gpu run --gpus 0,1 -- true  # [2] -n 0,1 is not a number of GPUs: a whole number from 1 up, a range
 safe-gpu run -n job -- true  # [78] -n job takes the number that the batch job asked for, and this process is in no
 safe-gpu run -n 9 -- true  # [78] 9 GPUs are asked for, but this host has only 8 NVIDIA GPUs: ask for fewer
-safe-gpu run --share 25MiB -- true  # [2] --share 25MiB makes no sense: 1 GiB is the least, CUDA's context included
+safe-gpu run --share 25MiB -- true  # [2] --share 25MiB is not valid: 1 GiB is the least, CUDA's context included
 safe-gpu run --min-memory 90GiB -- true  # [78] none fits (GPU 0-7: 80 GiB in all, 90 GiB asked for)
 safe-gpu run --only 8 -- true  # [78] --only 8: there is no NVIDIA GPU 8 here (GPU 0-7)
 safe-gpu run --affinity Node -- true  # [2] --affinity Node is not possible: did you mean node? choose from none, node,
@@ -77,14 +77,14 @@ safe-gpu run -- train.py  # [127] there is a file of that name here: write safe-
 safe-gpu run -- ./train.py  # [126] ./train.py cannot be run: it is not an executable file (chmod +x makes it one)
 safe-gpu run -- ''  # [127] '': command not found; the name is empty: is a variable not set?
 SAFE_GPU_TIMEOUT=soon safe-gpu wait  # [78] SAFE_GPU_TIMEOUT=soon is not a duration: write seconds (90 or 90s), 15m,
-SAFE_GPU_DRIVER=cuda safe-gpu wait  # [78] There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel,
+SAFE_GPU_DRIVER=cuda safe-gpu wait  # [78] there is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel,
 SAFE_GPU_TIMOUT=5 safe-gpu wait  # [0] has no effect: did you mean SAFE_GPU_TIMEOUT?
 CUDA_VISIBLE_DEVICES= safe-gpu wait  # [78] to 0 of 8 GPUs; 8 others are free: unset CUDA_VISIBLE_DEVICES
 CUDA_VISIBLE_DEVICES=0 safe-gpu wait -n 2  # [78] CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others
 """
 CALLED = """
-claim_gpus('2')  # UnsatisfiableRequestError: nb_gpus='2' makes no sense: ask for a whole number of GPUs, 1 or more
-claim_gpus(min_memory=20.5)  # UnsatisfiableRequestError: min_memory=20.5 makes no sense: give bytes as a whole number,
+claim_gpus('2')  # UnsatisfiableRequestError: nb_gpus='2' is not valid: ask for a whole number of GPUs, 1 or more
+claim_gpus(min_memory=20.5)  # UnsatisfiableRequestError: min_memory=20.5 is not valid: give bytes as a whole number,
 claim_gpus(1, 'torch')  # PlaceholderError: placeholder_fn='torch' cannot be called: pass a function of the CUDA ordinal
 claim_gpus(gpus=2)  # TypeError: claim_gpus() got an unexpected keyword argument 'gpus': did you mean nb_gpus=?
 claim_gpus(num_gpus=2)  # TypeError: claim_gpus() got an unexpected keyword argument 'num_gpus': did you mean nb_gpus=?

@@ -53,7 +53,7 @@ def test_what_both_files_say_counts_and_root_comes_first(files: dict[bool, Path]
         ("chmod 664 closed", "can be written by others"),
         ("head -c 70000 /dev/zero > closed", "has more than 65536 bytes"),
         ("mv closed other; ln -s other closed", "cannot be read (Too many levels of symbolic links)"),
-        ("rm closed; mkfifo closed", "is no regular file"),
+        ("rm closed; mkfifo closed", "is not a regular file"),
         ("rm closed; mkdir closed", "cannot be read (Is a directory)"),
     ],
 )

@@ -346,7 +346,7 @@ def test_gpus_that_claims_take_last(fake_gpus) -> None:
         fault = api.GpuFault(time.time(), "a claim failed")
         api.write_fault(os.environ["SAFE_GPU_DIR"], fake_gpus.uuids[number], fault)
     detail = finding("health of GPUs").detail
-    noted = r"taken last until \w+ \d\d:\d\d, since a claim failed on it: a claim failed"
+    noted = r"taken last until \w+ \d\d:\d\d, since a claim failed there: a claim failed"
     ill = "taken last while a row of its memory is broken and could not be remapped"
     assert re.fullmatch(f"GPU 2 is {noted}; {ill}; GPU 5 is {noted}", detail)
     says("health of GPUs", "warning", "GPU 2", fix="safe-gpu drain")

@@ -163,7 +163,7 @@ def test_a_policy_is_written_anew(tmp_path: Path) -> None:
     path.chmod(0o666)
     host = environment(SAFE_GPU_POLICY=str(path))
     fix = finding("policy file", host).fix
-    assert fix == f"as root: write {path} anew, a file of root's with mode 644"
+    assert fix == f"as root: replace {path} by a file of root's with mode 644"
     subprocess.run(["install", "-m", "644", "/dev/stdin", path], input=b"[default]\nmax_gpus = 2\n", check=True)
     assert finding("policy file", host).status == "passed"
 

@@ -362,7 +362,7 @@ def ask(fake_gpus: Any, fake_nvidia_smi: Any, driver_libraries: Any, tmp_path: P
 
 
 NVML, SMI, KFD = ["nvml", 8], ["nvidia-smi", 8], ["kfd", 1]
-NOT_LOADED = "The NVIDIA kernel driver is not loaded"
+NOT_LOADED = "the NVIDIA kernel driver is not loaded"
 NOTHING = "library program"
 
 
@@ -378,7 +378,7 @@ NOTHING = "library program"
         ("AMD empty", "", KFD),
         (f"AMD {NOTHING}", "", KFD),
         (f"AMD {NOTHING}", "nvidia", ["UnsatisfiableRequestError", "vendor='nvidia' asks for NVIDIA GPUs, and this"]),
-        (f"AMD {NOTHING} device", "", ["NoDriverError", "There is no GPU driver here"]),
+        (f"AMD {NOTHING} device", "", ["NoDriverError", "there is no GPU driver here"]),
         ("AMD broken device", "", ["NoDriverError", NOT_LOADED]),
         ("AMD broken device", "each", [KFD, NOT_LOADED]),
         ("AMD broken card", "", ["NoDriverError", NOT_LOADED]),

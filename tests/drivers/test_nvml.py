@@ -614,7 +614,7 @@ def test_a_gpu_in_place_of_another(host: Any, driver: api.nvml.NvmlDriver) -> No
     assert not driver.shows_same(poll)
     gone, other = driver.usage((gpus[-1], gpus[0]))
     assert (gone.uuid, gone.lost, other.lost) == (gpus[-1].uuid, True, False)
-    assert "no longer shows it" in state(gone)[1]
+    assert "no longer shown by the driver" in state(gone)[1]
 
 
 def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: api.nvml.NvmlDriver) -> None:

@@ -45,7 +45,7 @@ def test_what_is_no_name_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -
     names = " gpu1  anna@gpu2.example.org,gpu1 [::1] fe80::1%eth0 10.0.0.1 "
     assert api.host_names(names) == ("gpu1", "anna@gpu2.example.org", "[::1]", "fe80::1%eth0", "10.0.0.1")
     for name in ("-oProxyCommand=x", "anna@-x", "gpu\x1b[2J", "`id`@gpu1"):
-        with pytest.raises(ValueError, match="is no name of a host"):
+        with pytest.raises(ValueError, match="is not the name of a host"):
             api.host_names(name)
         assert ask("status", f"--host={name}").returncode == 2
         monkeypatch.setenv("SAFE_GPU_HOSTS", name)

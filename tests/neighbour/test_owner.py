@@ -307,7 +307,7 @@ def test_only_root(host: Host, as_user: Any) -> None:
         ("{}/a\nd x", "write an absolute path"),
         ("{}/missing/state", "there is no directory"),
         ("{}/anna/state", "users other than root can change"),
-        ("{}/link", "is no directory with mode 1777"),
+        ("{}/link", "is not a directory with mode 1777"),
     ],
 )
 def test_places_that_are_refused(host: Host, path: str, words: str) -> None:
@@ -350,11 +350,11 @@ def test_a_neighbour_can_neither_remove_nor_close_it(host: Host, entry_of: Any, 
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        ("chmod 755 .", " is no directory with mode 1777"),
+        ("chmod 755 .", " is not a directory with mode 1777"),
         ("chown 4711 queue", "/queue belongs to 4711"),
-        ("chmod 600 host.lock", "/host.lock is no file with mode 0666 and one name"),
-        ("mv host.lock ..; ln -s ../host.lock .", "/host.lock is no file with mode 0666 and one name"),
-        ("ln host.lock ..", "/host.lock is no file with mode 0666 and one name"),
+        ("chmod 600 host.lock", "/host.lock is not a file with mode 0666 and one name"),
+        ("mv host.lock ..; ln -s ../host.lock .", "/host.lock is not a file with mode 0666 and one name"),
+        ("ln host.lock ..", "/host.lock is not a file with mode 0666 and one name"),
     ],
 )
 def test_what_setup_did_not_make_is_refused(host: Host, spoil: str, why: str) -> None:
@@ -503,7 +503,7 @@ def test_a_directory_that_had_very_many_names_is_told_and_made_anew(host: Host) 
     if claims.stat().st_size < 1 << 20:
         pytest.skip("this file system keeps no room of names that are gone")
     (told,) = [one for one in api.run_checks() if one.name == "entries"]
-    assert re.search(rf"{claims} takes \d MiB for 0 names, which slows down all who look", told.detail)
+    assert re.search(rf"{claims} takes \d MiB for 0 names, which slows everybody down", told.detail)
     assert f"safe-gpu setup --state-dir {host.path}" in told.fix
     assert f"make anew {claims}" in host.done()
     assert claims.stat().st_size < 1 << 20

@@ -172,17 +172,12 @@ HALF = gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)
             host(8, _3=gpu(3, lost=True)),
             api.Selection(8),
             None,
-            ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"],
+            ["only 7 of the 8 NVIDIA GPUs", "GPU 3: lost by the driver"],
         ),
         (host(), api.parse_request(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
         (host(2), api.parse_request(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
         (host(), api.parse_request(min_memory=100 * GIB), None, ["80 GiB in all", "100 GiB asked for"]),
-        (
-            host(),
-            api.parse_request(only=("8",)),
-            None,
-            ["only=8: there is no NVIDIA GPU 8 here (GPU 0-7)"],
-        ),
+        (host(), api.parse_request(only=("8",)), None, ["only=8: there is no NVIDIA GPU 8 here (GPU 0-7)"]),
         (mig_host(), api.Selection(2), None, ["one MIG instance", "ask for 1"]),
         (host(1, _0=gpu(compute_mode=api.ComputeMode.PROHIBITED)), ANY, None, ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
         (
@@ -303,7 +298,7 @@ def test_a_note_counts_for_a_day() -> None:
     assert api.recent_faults(hour, DAY + 3599) == hour
     assert api.recent_faults(hour, DAY + 3600) == {}
     until = time.strftime("%a %H:%M", time.localtime(1000 + DAY))
-    assert api.GpuFault(1000.0, "ECC").why_last == f"taken last until {until}, since a claim failed on it: ECC"
+    assert api.GpuFault(1000.0, "ECC").why_last == f"taken last until {until}, since a claim failed there: ECC"
 
 
 # GPUs that compute for nobody

@@ -222,7 +222,7 @@ HOSTILE = {
     'echo \'{"claims": [{"claim": [7, 1e9], "gpus": {}, "told": 0, "looks": []}]}\' > F': "no object",
     "echo '{\"claims\": 7}' > F": "nonsense",
     "touch F": "nonsense",
-    "mkfifo F": "no regular file",
+    "mkfifo F": "not a regular file",
     "ln -s /etc/passwd F": "",
     "echo '{}' > F; chmod 666 F": "others may write it",
     "echo '{}' > F; chown 12345 F": "it belongs to 12345",
@@ -238,7 +238,7 @@ def test_a_hostile_file_is_told_and_made_anew(ground: Any, clock: Clock, history
     assert (done.returncode, "looks is ignored" in done.stderr) == (0, True)
     sentence = next(one for one in clock.look().ignored if "/history/looks is ignored (" in one)
     assert HOSTILE[make] in sentence
-    assert sentence.endswith("), and was made anew")
+    assert sentence.endswith("), and was replaced")
     assert one_use().looked == MINUTE
     assert [one for one in clock.look().ignored if "looks" in one] == []
 

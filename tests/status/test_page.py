@@ -133,7 +133,7 @@ def test_arguments_of_commands_stay_away() -> None:
     status["gpus"][0] |= busy | {"reason": "process 3 (eva, /opt/python x.py --password secret) uses 1 GiB"}
     status["gpus"][1]["claim"]["command"] = "python train.py --token secret"
     status["gpus"][2]["reason"] = "claimed by process 1 (anna, x; secret); drained by root: a fan; inside it secret"
-    status["gpus"][7]["reason"] = "taken last until 14:32, since a claim failed on it: process 3 (secret)"
+    status["gpus"][7]["reason"] = "taken last until 14:32, since a claim failed there: process 3 (secret)"
     status["gpus"][7]["reason"] += "; taken last while it shows 97% utilisation"
     text = Checked(page({"gpu1": status})).text
     assert "secret" not in text
@@ -346,7 +346,7 @@ def test_markup_that_slipped_in_could_run_nothing(opened: Opened, said: list[str
 @pytest.mark.parametrize("script", [True, False])
 @pytest.mark.parametrize("age", [1, 1000])
 def test_it_says_when_it_is_stale(opened: Opened, script: bool, age: float) -> None:
-    """Older than three times its interval by the reader's clock. Without a script it says so once it was open for so long."""
+    """Older than three times its interval by the reader's clock; without a script, open for as long."""
     fresh = opened(page({"gpu1": host()}, now=time.time() - age), script=script)
     assert fresh.locator(".stale").is_visible() == (script and age == 1000)
     opened(page({"gpu1": host()}, now=NOW, every=0.1), script=script).locator(".stale").wait_for(state="visible")

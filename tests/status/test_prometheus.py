@@ -130,7 +130,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, make: Callable[
     make(file)
     before = file.lstat().st_mode, file.lstat().st_ino
     assert api.main(["status", "--prometheus", "--output", str(file)]) == 74
-    assert f"{file} is there and is no regular file" in capfd.readouterr().err
+    assert f"{file} exists and is not a regular file" in capfd.readouterr().err
     assert (file.lstat().st_mode, file.lstat().st_ino) == before
     assert list(tmp_path.iterdir()) == [file]
 

@@ -302,7 +302,7 @@ def test_an_entry_without_doors_is_at_risk_where_another_user_can_remove_it(grou
     os.chown(ground.directory, 12345, 12345)
     assert [one.claim.removable_by for one in look().gpus[:2]] == [None, "12345"]
     assert row(look(), 1).split()[1:3] == ["at", "risk"]
-    assert "nothing but its entry keeps others off it, and 12345 can remove that" in " ".join(table(look()).split())
+    assert "only the claim's file keeps others off, and 12345 can remove it" in " ".join(table(look()).split())
 
 
 # The queue
@@ -397,7 +397,7 @@ def test_a_state_directory_out_of_order_is_a_warning(state_dir: Path) -> None:
     status = look(OneGpu())
     assert "symbolic link" in status.warnings[0]
     assert all("not known" in one.reason for one in status.gpus), "free may be wrong here, and says so"
-    assert "warning: The claims are not known" in table(status)
+    assert "warning: the claims are not known" in table(status)
     state_dir.unlink()
     state_dir.write_text("")
     assert "not a directory" in look(OneGpu()).warnings[0]
@@ -458,7 +458,7 @@ def test_who_has_made_very_many_names_is_told(state_dir: Path, holder, name: str
     os.chown(one, 4711, 4711)
     for number in range(7000):
         os.link(one, state_dir / "claims" / name.format(number=number + 10))
-    text = rf"{state_dir}/claims has [67],00[0-9] names, which slows down all who look; 100% of them are of 4711, "
+    text = rf"{state_dir}/claims has [67],00[0-9] names, which slows everybody down; 100% of them are of 4711, "
     assert re.search(text, findings.finding("entries").detail)
     assert any(re.match(text, told) for told in look().ignored)
 
@@ -490,7 +490,7 @@ def test_a_gpu_that_is_taken_last_says_why(ground) -> None:
     assert (free.state, claimed.state, old.reason) == ("free", "claimed", "")
     for one in (free, claimed):
         assert "taken last until " in one.reason
-        assert one.reason.endswith(f"since a claim failed on it: {error}")
+        assert one.reason.endswith(f"since a claim failed there: {error}")
 
 
 def test_an_ill_gpu_says_what_speaks_against_it(fake_gpus, state_dir: Path) -> None:

@@ -31,7 +31,7 @@ SHOWING = 2.0
 """The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds."""
 
 given_doubts: set[str] = set()
-"""Doubts about state directories that claims of this process have told already."""
+"""Warnings about state directories that claims of this process have given already."""
 
 
 def older_package_counts() -> bool:

@@ -1,4 +1,4 @@
-"""A placeholder that fails: what is said of it, and which GPU is to blame, so that claims take it last."""
+"""A placeholder that fails: what is said of it, and which GPU is the cause, so that claims take it last."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class FailedPlaceholder:
         return f"{text}{likely_cause(root_of(self._err), where)}"
 
     def _blamed(self, works_on: Callable[[int], bool]) -> int | None:
-        """Return the ordinal of the GPU that may be to blame; None if no single GPU is."""
+        """Return the ordinal of the GPU that may be the cause; None if no single GPU is."""
         number = len(self._claim.gpus)
         if number == 1:
             return self._device_no

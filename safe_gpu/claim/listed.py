@@ -1,6 +1,6 @@
-"""Which of the processes that a poll lists have gone since: those who wait need not ask the driver for that.
+"""Which of the processes that a poll listed have gone since. Waiters find that out without asking the driver.
 
-The second poll of a claim tells whether it was right: the driver is asked about each GPU before it is used.
+The second poll of a claim shows whether it was right: the driver is asked about each GPU before it is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The queue as one claim sees it: its own place, and the waiters ahead under one hold of host.lock.
 
-The rule who may pass whom is that of :mod:`safe_gpu.selection.backfill`. This module gathers what it needs.
+Which waiter may pass which is decided in :mod:`safe_gpu.selection.backfill`. This module gathers what that needs.
 """
 
 from __future__ import annotations
@@ -221,11 +221,11 @@ class QueueSnapshot:
             held = [gpu for gpu in self._usable if gpu.uuid in request.gpus and gpu.uuid in self._held]
             if capacity(held) >= request.nb_gpus:
                 return False  # its release can satisfy it, so nothing is to be judged
-        wish = _Wish.of(request)
-        if not wish.is_known:
+        asked = _TicketSelection.of(request)
+        if not asked.is_known:
             return False
-        verdicts = self._judge(wish.selection)
-        return not can_be_met_by_releases(request.gpus, wish.selection, verdicts, self._exiting)
+        verdicts = self._judge(asked.selection)
+        return not can_be_met_by_releases(request.gpus, asked.selection, verdicts, self._exiting)
 
     def gpus_open_to(self, request: TicketRequest, ahead: Iterable[Entry], free: Set[str]) -> frozenset[str]:
         """Return the UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
@@ -248,12 +248,12 @@ class QueueSnapshot:
             if self.is_absent(ticket):
                 continue
             request = TicketRequest.of(ticket)
-            wish = _Wish.of(request)
+            asked = _TicketSelection.of(request)
             want = self._view.backfill_request(request, ticket.uid)
-            if not wish.is_known:
+            if not asked.is_known:
                 want = want.never()  # so nobody passes it on these GPUs
             elif request.conditions:
-                busy = {verdict.gpu.uuid for verdict in self._judge(wish.selection) if not verdict.free}
+                busy = {verdict.gpu.uuid for verdict in self._judge(asked.selection) if not verdict.free}
                 want = want.without(busy - self._exiting - self._held.keys())
             yield want
 
@@ -271,7 +271,7 @@ def _has_exiting_process(gpu: Gpu) -> bool:
     return any(procfs.is_exiting(process.pid) for process in gpu.processes or ())
 
 
-class _Wish(NamedTuple):
+class _TicketSelection(NamedTuple):
     """What a ticket asks for.
 
     Attributes:
@@ -283,7 +283,7 @@ class _Wish(NamedTuple):
     is_known: bool
 
     @classmethod
-    def of(cls, request: TicketRequest) -> _Wish:
+    def of(cls, request: TicketRequest) -> _TicketSelection:
         """Return what a ticket asks for."""
         selection, is_known = Selection.from_ticket(request.nb_gpus, request.conditions)
         return cls(selection, is_known and request.known)

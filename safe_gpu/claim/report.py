@@ -166,7 +166,7 @@ class WaitStatus(NamedTuple):
         verdicts: one for each GPU; empty if they were not judged.
         ahead: the nearest claim ahead in the queue, if there is one.
         expected: when it can expect to start; None if that was not looked up.
-        spent: the limit of the user, if it stands in the way. Then the GPUs are not judged.
+        limit: the limit of the user, if it stands in the way. Then the GPUs are not judged.
         asked: all that is asked for, in words; "" if that is only ``needed`` GPUs.
     """
 
@@ -176,7 +176,7 @@ class WaitStatus(NamedTuple):
     verdicts: tuple[GpuVerdict, ...] = ()
     ahead: ClaimAhead | None = None
     expected: Forecast | None = None
-    spent: LimitReached | None = None
+    limit: LimitReached | None = None
     asked: str = ""
 
 
@@ -194,7 +194,7 @@ def _status(view: HostView, seen: Seen, position: int, verdicts: tuple[GpuVerdic
     if verdicts:
         free = _number_of_free(verdicts)
     request = view.request
-    return WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=seen.limit, asked=request.text)
+    return WaitStatus(position, free, request.nb_gpus, verdicts, ahead, limit=seen.limit, asked=request.text)
 
 
 def _number_of_free(verdicts: Iterable[GpuVerdict]) -> int:
@@ -312,15 +312,15 @@ def refusal_message(
             text += f" and {plural(status.position - 2, 'more claim')}"
     if passed is not None:
         text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, now))})"
-    if status.spent is not None:
-        text += f", and {status.spent}"
+    if status.limit is not None:
+        text += f", and {status.limit}"
     if elsewhere:
         text += ": start a new process, which can have others (in a notebook, restart the kernel)"
     elif wait_limit:
         text += f": try again ({wait_limit} limits the wait)"
     else:
         text += f": {_advice_to_wait(waited, status.needed)}"
-    if status.ahead is None and status.spent is None and 0 < free < status.needed:
+    if status.ahead is None and status.limit is None and 0 < free < status.needed:
         text += ", or ask for fewer"
     if hint:
         text += f". {hint}"
@@ -426,8 +426,8 @@ def _head_of_wait(
         if len(candidates) < len(status.verdicts):
             among = f"of {len(candidates)} "
         text += f" ({_free_text(status.free, status, among)})"
-    if status.spent is not None:
-        text += f", at your limit ({round(status.spent.held, 2):g} of {status.spent.most})"
+    if status.limit is not None:
+        text += f", at your limit ({round(status.limit.held, 2):g} of {status.limit.most})"
     if status.ahead is not None and status.position > 1:
         text += f", #{status.position}"
         if in_words:

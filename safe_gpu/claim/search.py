@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .report import WaitReporter
 
 # Pauses of the head of the queue between two questions whether claims live, in seconds: this part of the time for which
-# it has asked, within these bounds. Who has waited for long loses little by a little more.
+# it has asked, within these bounds. A claim that has waited for long loses little by a little more.
 _PART_OF_THE_WAIT = 1 / 500
 _SHORTEST_WATCH = 0.010
 _LONGEST_WATCH = 0.100
@@ -58,9 +58,9 @@ _LONGEST_RETREAT = 0.010
 _OLD = 30.0
 
 LONGEST_TROUBLE = 60.0
-"""Seconds for which who has waited outlasts trouble that passes by itself."""
+"""Seconds for which a claim that has waited tolerates trouble that passes by itself."""
 
-# It tries again after a tenth of the time that it has lasted, and after at least this many seconds.
+# It tries again after a tenth of the time that the trouble has lasted, and after at least this many seconds.
 _TROUBLE_PAUSE = 0.25
 
 # A claim waits at most this many times MINIMUM_PATIENCE for a host.lock that nobody keeps.
@@ -466,7 +466,7 @@ class _Search:
     def _retry_after_trouble(self, err: NoDriverError | StateDirError) -> None:
         """Pause before another try if this passes by itself and has lasted for less than a minute; else raise.
 
-        Only who has waited is patient: a person who has just begun learns at once what is wrong.
+        Only a claim that has waited is patient: a person who has just begun learns at once what is wrong.
         """
         now = time.monotonic()
         if not self._has_waited or not _passes(err):

@@ -254,8 +254,8 @@ def _of_rank(snapshot: HostSnapshot) -> ResolvedGpus:
 
 
 def _shift(snapshot: HostSnapshot) -> str:
-    """Return what is wrong if the indices in CUDA_VISIBLE_DEVICES no longer mean the GPUs of the claim around this
-    process."""
+    """Return what is wrong if the indices in CUDA_VISIBLE_DEVICES no longer mean the GPUs that this process claimed, or
+    those of the enclosing claim."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not value[:1].isdigit():
         return ""

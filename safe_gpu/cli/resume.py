@@ -105,7 +105,7 @@ def _names(window: Window) -> tuple[str, ...]:
 
 
 def _name(window: Window, windows: Sequence[Window]) -> str:
-    """Return what one of these reservations is called: by its reason, or by its beginning if that does not tell."""
+    """Return what one of these reservations is called: by its reason, or by its beginning if that is not unique."""
     alike = [one for one in windows if one.reason == window.reason]
     if window.reason and len(alike) == 1:
         return window.reason

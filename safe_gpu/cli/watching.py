@@ -20,7 +20,7 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 _LOCAL_MODES = 3  # their place in what tcgetattr() returns
 
-_ROWS = 24  # of a terminal that does not tell how many it has
+_ROWS = 24  # of a terminal that does not report how many it has
 
 
 def watching(interval: float, *, as_lines: bool) -> AbstractContextManager[Callable[[str], None]]:

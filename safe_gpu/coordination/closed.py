@@ -1,6 +1,6 @@
 """Which GPUs are closed to new claims: drained for good, or reserved for a time.
 
-They are closed by the word of root, or of the owner of the state directory.
+Only root and the owner of the state directory can close GPUs.
 """
 
 import os
@@ -50,7 +50,7 @@ def has_closed_file(state_dir: SharedDirectory) -> bool:
 
 
 def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
-    """Return what root has closed, or the owner of the state directory; nothing by the word of anybody else.
+    """Return what root or the owner of the state directory has closed. Files of anybody else are ignored.
 
     Args:
         state_dir: another one than that of this process.

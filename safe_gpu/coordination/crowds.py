@@ -13,7 +13,7 @@ from ..wording.text import plural
 from .directory import Directory, SharedDirectory, setup_command
 
 MANY = 5000
-"""Names in a directory, from which on it is told: some hundreds of jobs have fewer, dead and unfinished ones too."""
+"""A directory with this many names is reported. Some hundreds of jobs have fewer, dead and unfinished entries too."""
 
 _MOST_NAMES = 100_000  # that are listed
 

@@ -77,7 +77,7 @@ def _absolute(path: str) -> str:
 
 
 def refusal(what: str, path: str, code: int | None, way_out: str = "") -> StateDirError:
-    """Return the error that says so, with the way out that is always there; ``code`` is an errno."""
+    """Return the error with this problem and the ways out; another directory is always one. ``code`` is an errno."""
     ways_out = another_place(path)
     if way_out:
         ways_out = f"{way_out}, or {ways_out}"

@@ -26,7 +26,7 @@ UNFINISHED_FOR = 60.0
 _FEW = 50  # names that are soon listed
 _MOST_TRIES = 100  # names of one file that are gone
 _LONGEST_CAUSE = 100  # characters of why one is ignored
-_MOST_OWNERS = 8  # of files that are ignored, who are told
+_MOST_OWNERS = 8  # of ignored files, that are named
 
 # What open(2) answers to what is no file, is closed to this user, or is kept under a file lease. Such are ignored.
 _NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK, errno.EISDIR)
@@ -271,7 +271,7 @@ class Entries:
 
     @property
     def ignored(self) -> dict[str, str]:
-        """Names that are ignored, and why. Their owners made them so, and it is told where GPUs are shown."""
+        """Names that are ignored, and why. Their owners made them so. `status` shows them."""
         return {name: self._why(name) for names in self._ignored_by_owner().values() for name in names}
 
     def sentences_on_ignored(self) -> list[str]:

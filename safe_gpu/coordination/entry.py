@@ -36,7 +36,7 @@ LONGEST_NAME = 35
 """Characters of the name of an entry."""
 
 LARGEST_GAP = 10**7
-"""Between two numbers that count. Those behind a larger gap do not: nobody can use the numbers up by one huge one."""
+"""Between two numbers that count. Those behind a larger gap do not, or one huge number would use up all numbers."""
 
 _NAME = re.compile(r"(?:0|[1-9][0-9]{0,17})\.[0-9a-f]{16}")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}")

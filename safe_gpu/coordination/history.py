@@ -3,8 +3,8 @@
 A claim never waits for it and never fails for it: where a line cannot be written (no room, another user's file that is
 closed, a symbolic link), it is lost. The files grow to a bounded size and are kept for two years.
 
-A claim is told when it ends: by itself, or if it died by who removes its entry. Its user and root do so when they claim
-or look at the status. Until then its entry tells it.
+A claim is written down when it ends: by itself or, if it died, by the process that removes its entry. Its user and root
+do so when they claim or look at the status. Until then its entry has the facts.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
 
 
 def mark_seen(directory: Directory, uuid: str, *, make: bool = True) -> None:
-    """Note that a GPU is held now, of which no error is told.
+    """Note that a GPU is held now. Errors are ignored.
 
     A claim that dies is then known to have lived until now.
 

@@ -94,7 +94,7 @@ class Claims:
         if not (_mentions(one, gpu.uuid) or _mentions(one, gpu.whole)):
             return False
         if gpu.mig_enabled and self._is_on_shown_instances(one, gpu):
-            return False  # the GPU cannot be claimed itself, and who holds its instances is told there
+            return False  # the GPU cannot be claimed itself, and its instances show who holds them
         if one.name not in self._silicon:
             self._silicon[one.name] = silicon_of(one)
         return Silicon.of_device(gpu).meets(self._silicon[one.name])
@@ -108,11 +108,11 @@ class Claims:
         return held_as(one, self._shown[uuid], self._shown)
 
     def parts(self, uuid: str, inside: str = "", door: str = "") -> set[int]:
-        """Return the parts of a GPU that the claims in its way have, by which others that have no entry here are told
-        from them.
+        """Return the parts of a GPU that the claims in its way have. A part that is held and is none of these belongs
+        to a claim without an entry here.
 
-        No other claim vouches for a door: two claims of a neighbour, one inside the other, take no room, and could
-        say that they have what another state directory holds. Nor does any for a part of pieces.
+        Other claims do not count: two claims of a neighbour, one inside the other, take no room, and could say that
+        they have what another state directory holds. Parts of pieces never count.
 
         Args:
             door: by which of its names; "" is the UUID.

@@ -34,7 +34,7 @@ _FIRST_PAUSE = (0.001, 0.005)
 _LONGEST_PAUSE = (0.020, 0.100)
 _GROWTH = 300  # of a pause, as a multiple of the first, in each second of waiting
 
-# Tries after the deadline. Who holds host.lock at each of them, and does not run, keeps it.
+# Tries after the deadline. A process that holds host.lock at each of them and does not run is reported as keeping it.
 _LAST_TRIES = 5
 
 

@@ -295,7 +295,7 @@ class Listing:
         """Take note of a new name.
 
         Args:
-            alone: whether it is taken for no file that is known by another name.
+            alone: whether it counts as a file of its own, even if a known name has the same inode.
         """
         status = self.status_of(name)
         if status is None:

@@ -49,7 +49,7 @@ class Use(NamedTuple):
         looked: for how long it was looked at.
         idle: in which it showed no work: no process of the claim was there, or its utilisation was 0.
         absent: in which no process of the claim was there.
-        untold: in which the driver did not tell the utilisation.
+        untold: in which the driver did not report the utilisation.
         used: the rest, each second times the utilisation, from 0 to 1.
         memory: the most bytes in use; 0 if that is not known.
     """
@@ -63,7 +63,7 @@ class Use(NamedTuple):
 
     @property
     def told(self) -> float:
-        """For how long the driver told the utilisation."""
+        """For how long the driver reported the utilisation."""
         return self.looked - self.untold
 
     @property
@@ -100,9 +100,9 @@ class Sight(NamedTuple):
     """What one look sees of a claim on one GPU.
 
     Attributes:
-        utilization: percent; None if the driver does not tell it.
-        memory: bytes in use; None if the driver does not tell it.
-        absent: whether no process of the claim is there; None if the driver does not tell that.
+        utilization: percent; None if the driver does not report it.
+        memory: bytes in use; None if the driver does not report it.
+        absent: whether no process of the claim is there; None if the driver does not report that.
     """
 
     utilization: int | None
@@ -110,7 +110,7 @@ class Sight(NamedTuple):
     absent: bool | None
 
     def use(self, seconds: float) -> Use:
-        """Return what was done in the time that this look stands for; nothing where the driver tells nothing."""
+        """Return what was done in the time that this look stands for; nothing where the driver reports nothing."""
         if self.utilization is None and self.absent is None:
             return Use()
         use = Use(looked=seconds, memory=self.memory or 0)

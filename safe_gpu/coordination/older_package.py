@@ -5,7 +5,8 @@ We hold it shared from our entry until our placeholder can be seen: theirs keeps
 our own claims pass side by side. flock(2) and POSIX locks do not see each other, so theirs has to be taken in its own
 kind.
 
-Who polls beside those that block in it is never served while two of them take turns. So we block in it too.
+A process that only polls for this lock does not get it while two others, which block in fcntl(2), take turns. So we
+block too.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from .silicon import Silicon, keys_of, silicon_of
 from .turns import by_turn, turn_of
 
 MOST_OF_ONE_USER = 1000
-"""Tickets of one user that count, but of root."""
+"""Tickets of one user that count. All of root count."""
 
 _NO_CONDITIONS = ("waited", "hold_for", "turn")
 _MOST_CONDITIONS = 16
@@ -208,7 +208,7 @@ class Waiter:
 
     def was_removed(self) -> bool:
         """Return whether somebody has removed its ticket, or the numbers before its own, by the latest listing: then
-        who comes now would stand ahead of it."""
+        newcomers would stand ahead of it."""
         queue = self._host.queue
         ticket = self._ticket
         if ticket is None or not self.queued:

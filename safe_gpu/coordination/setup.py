@@ -34,7 +34,7 @@ _REMOVED = {
     "history": r".+\.(seen|idle)|looks|\..+",
     ".": rf"{re.escape(HOST_LOCK)}|\..+",
 }
-"""What goes of each directory, unless it is an entry that lives: what is of no use without it, or was in the making."""
+"""Names that are removed from each directory, except living entries: files of no further use, and unfinished ones."""
 
 
 _OF_ENTRIES = ("claims", "queue")

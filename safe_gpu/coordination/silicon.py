@@ -1,4 +1,4 @@
-"""Which GPUs and pieces of GPUs claims have and waiters want, and who is in whose way by that. Pure.
+"""Which GPUs and pieces of GPUs claims have and waiters want, and which of them are in each other's way. Pure.
 
 A MIG instance, an AMD compute partition and a virtual function are pieces of a GPU. Which pieces there are changes
 while claims live. So an entry says of which GPUs its devices are pieces, and the rule goes by that, whatever the driver

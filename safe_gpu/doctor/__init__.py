@@ -54,7 +54,7 @@ _NEED_A_DRIVER = frozenset(
     }
 )
 
-# The error -> the check that finds its cause. Other checks that fail by it do not tell it again.
+# The error -> the check that finds its cause. Other checks that fail by it do not report it again.
 _TOLD_BY: dict[type[SafeGpuError], str] = {StateDirError: "state directory", PolicyError: "policy file"}
 
 

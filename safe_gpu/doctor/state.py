@@ -328,7 +328,7 @@ def modes(host: CheckedHost) -> Check:
     """Check that no GPU has been divided otherwise under a claim."""
     gpus = host.snapshot.gpus
     claims, _ = claims_now(gpus, host.snapshot.name_prefix, living_claims)
-    gpus_of: dict[str, list[Gpu]] = {}  # by the sentence that is told of them
+    gpus_of: dict[str, list[Gpu]] = {}  # by the sentence on them
     users: dict[str, str] = {}  # name of an entry -> who has it
     for gpu in gpus:
         for entry in claims.in_the_way(gpu.uuid)[:_MOST_TOLD]:

@@ -308,7 +308,7 @@ def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str |
     """Return the vendor whose GPUs this process has been given, or ``prefer``; None if nothing tells.
 
     A claim inside another one keeps to the vendor of that. After ``prefer`` comes the GPU for which an engine started
-    this process, and AMD where ROCR_VISIBLE_DEVICES has UUIDs, as claims set it. CUDA_VISIBLE_DEVICES does not tell:
+    this process, and AMD where ROCR_VISIBLE_DEVICES has UUIDs, as claims set it. CUDA_VISIBLE_DEVICES does not say:
     HIP reads it too.
     """
     of_enclosing_claim = gpus_of_scope(environ.get("SAFE_GPU_SCOPE", ""))

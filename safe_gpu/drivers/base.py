@@ -87,7 +87,8 @@ class Driver:
         return snapshot
 
     def examined(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:
-        """Return the same poll with what speaks for ill GPUs: ``illness`` and utilisation, as far as the driver tells.
+        """Return the same poll with what speaks for ill GPUs: ``illness`` and utilisation, as far as the driver
+        reports.
 
         Args:
             among: UUIDs of the devices that are asked about; None is all.
@@ -177,7 +178,8 @@ def _in_own_namespace(process: GpuProcess, device: str) -> GpuProcess:
 
 
 def _certainly_lacks_device(pid: int, device: str) -> bool:
-    """Return whether no descriptor and no mapping of the process is such a device; False where /proc does not tell."""
+    """Return whether no descriptor and no mapping of the process is such a device; False where /proc does not show
+    it."""
     opened = procfs.open_files(pid)
     if opened is None:
         return False
@@ -271,14 +273,14 @@ def in_bus_order(placed: Iterable[Placed[_Thing]]) -> list[_Thing]:
 def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: None) -> int | None:
     """Return the NUMA node of a PCI device; None is unknown.
 
-    It is sysfs's. Where sysfs does not tell (-1), it is the only node that has CPUs, else the one that has all CPUs
-    near the device.
+    It is sysfs's. Where sysfs does not report it (-1), it is the only node that has CPUs, else the one that has all
+    CPUs near the device.
 
     This is where the card is plugged in. The driver's own notion of a GPU's NUMA node (``nvmlDeviceGetNumaNodeId``) is
     the node that the GPU's *memory* forms on coherent platforms, which is no place for CPUs.
 
     Args:
-        near: returns the driver's word for the CPUs near it, and is asked where sysfs does not tell.
+        near: returns the driver's word for the CPUs near it, and is asked where sysfs does not report them.
     """
     node = Files().pci_node(bus_id)
     if node is not None and node >= 0:

@@ -132,7 +132,7 @@ class _CardFiles:
         return _NAMES.get(number, f"GPU {number:04x}")
 
     def memory(self) -> int | None:
-        """Return the bytes of the card's memory; None if they are not told."""
+        """Return the bytes of the card's memory; None if they are not reported."""
         sizes = [self._files.number(f"{self._path}/tile{tile}/physical_vram_size_bytes") for tile in self._tiles]
         if not sizes:
             sizes = [self._files.number(f"{minor}/lmem_total_bytes") for minor in self._minors[:1]]  # i915 of Intel
@@ -174,8 +174,8 @@ def _clients(files: Files) -> _Clients:
 
 
 def _used_by(files: Files, process: str) -> dict[str, int | None]:
-    """Return, for each bus id, the bytes that a process holds there, None if the kernel does not tell; cards of which
-    it holds none are left out.
+    """Return, for each bus id, the bytes that a process holds there, None if the kernel does not report them; cards of
+    which it holds none are left out.
 
     Raises:
         OSError: its open files cannot be read.
@@ -207,7 +207,7 @@ class Client(NamedTuple):
     Attributes:
         bus_id: that of the GPU.
         identity: the kernel's name of the client.
-        memory: bytes that it holds on the card; None if the kernel does not tell.
+        memory: bytes that it holds on the card; None if the kernel does not report them.
     """
 
     bus_id: str
@@ -217,7 +217,7 @@ class Client(NamedTuple):
 
 def parse_client(text: str) -> Client | None:
     """Return the client that a file of ``fdinfo`` shows; None if it is none of i915 or xe. Memory that is resident
-    counts, or all of it in kernels that do not tell that."""
+    counts, or all of it in kernels that do not report that."""
     fields = dict(re.findall(r"(?m)^(drm-[\w-]+):[ \t]*(\S.*?)[ \t]*$", text))
     bus_id = fields.get("drm-pdev", "")
     if fields.get("drm-driver") not in _DRIVERS or bus_order(bus_id) is None:

@@ -10,7 +10,7 @@ as it could with a comment or CDATA if this were read as XML. So the sections ar
 ``attached_gpus``, or two have a bus id or a UUID in common, the processes on all GPUs are unknown, so these are busy.
 
 One run of ``nvidia-smi -q -x`` answers a poll. On a host in trouble it prints complaints besides, or hangs. MIG
-instances are not read: it does not tell their UUIDs there.
+instances are not read: it does not report their UUIDs there.
 """
 
 import os
@@ -320,7 +320,7 @@ class NvidiaSmiDriver(Driver):
             raise self._failure("nvidia-smi is not on PATH: install the NVIDIA driver, or put its directory on PATH")
         self._path = path
         self._timeout = timeout
-        self._known: dict[str, _Identity] = {}  # by bus id, for a GPU that no longer tells
+        self._known: dict[str, _Identity] = {}  # by bus id, for a GPU that no longer answers
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""

@@ -1,7 +1,7 @@
 """The NVIDIA driver through NVML.
 
 No handle outlives the question for which it was got, so none can be stale. A process remembers what GPUs are called,
-since a GPU that fell off the bus no longer tells.
+since a GPU that fell off the bus no longer answers.
 """
 
 import math
@@ -161,7 +161,7 @@ def _with_mode_and_usage(gpu: Gpu, device: NvmlDevice) -> Gpu:
 
 
 class _PartOfGpuInstance(NamedTuple):
-    """A MIG instance, and NVML's number of the GPU instance that it is in; its UUID where that is not told."""
+    """A MIG instance, and NVML's number of the GPU instance that it is in; its UUID where that is not reported."""
 
     gpu_instance: int | str
     gpu: Gpu

@@ -76,7 +76,7 @@ class NvmlDevice:
         return str(self.calls.ask_or("", "nvmlDeviceGetName", self.handle))
 
     def bus_id(self) -> str:
-        """Return the PCI bus id as NVML writes it; "" if it is not told."""
+        """Return the PCI bus id as NVML writes it; "" if it is not reported."""
         place = self.calls.ask_or(None, "nvmlDeviceGetPciInfo", self.handle)
         bus_id = getattr(place, "busId", "")
         if isinstance(bus_id, bytes):
@@ -84,7 +84,7 @@ class NvmlDevice:
         return str(bus_id)
 
     def compute_mode(self) -> int:
-        """Return the nvmlComputeMode_t; 0 if it is not told."""
+        """Return the nvmlComputeMode_t; 0 if it is not reported."""
         return int(self.calls.ask_or(0, "nvmlDeviceGetComputeMode", self.handle))
 
     def display_active(self) -> bool:
@@ -101,33 +101,33 @@ class NvmlDevice:
         return bool(self.calls.ask("nvmlDeviceGetPersistenceMode", self.handle) == _ENABLED)
 
     def gpu_instance_id(self) -> int | None:
-        """Return NVML's number of the GPU instance that this MIG instance is in; None if it is not told."""
+        """Return NVML's number of the GPU instance that this MIG instance is in; None if it is not reported."""
         found: int | None = self.calls.ask_or(None, "nvmlDeviceGetGpuInstanceId", self.handle)
         return found
 
     def utilization(self) -> int | None:
-        """Return the percentage of time in which a kernel ran; None if it is not told."""
+        """Return the percentage of time in which a kernel ran; None if it is not reported."""
         rates = self.calls.ask_or(None, "nvmlDeviceGetUtilizationRates", self.handle)
         if rates is None:
             return None
         return int(rates.gpu)
 
     def temperature(self) -> int | None:
-        """Return degrees Celsius; None if they are not told."""
+        """Return degrees Celsius; None if they are not reported."""
         found: int | None = self.calls.ask_or(None, "nvmlDeviceGetTemperature", self.handle, _TEMPERATURE_GPU)
         return found
 
     def fan(self) -> int | None:
-        """Return the percentage of the fan's highest speed; None if it is not told."""
+        """Return the percentage of the fan's highest speed; None if it is not reported."""
         found: int | None = self.calls.ask_or(None, "nvmlDeviceGetFanSpeed", self.handle)
         return found
 
     def power(self) -> int | None:
-        """Return the watts that it draws; None if they are not told."""
+        """Return the watts that it draws; None if they are not reported."""
         return self._watts("nvmlDeviceGetPowerUsage")
 
     def power_limit(self) -> int | None:
-        """Return the watts that it may draw; None if they are not told."""
+        """Return the watts that it may draw; None if they are not reported."""
         return self._watts("nvmlDeviceGetEnforcedPowerLimit")
 
     def _watts(self, question: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Asks a driver in a thread of its own, so that who waits for it says so, can be interrupted, and gives up in time.
+"""Asks a driver in a thread of its own, so that the caller can report the wait, be interrupted, and give up in time.
 
 A call of a driver that hangs does not return, and nothing in this process can end it. Without a thread it would hold up
 the deadline of a claim and the handlers of signals, Ctrl-C too.
@@ -92,7 +92,7 @@ def _tell_by_default(line: str) -> None:
 
 
 class Patience:
-    """How long a driver is waited for, and who is told.
+    """How long a driver is waited for, and where that is reported.
 
     Args:
         tell: takes the lines; the default gives them to the logger of this package.

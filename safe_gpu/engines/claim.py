@@ -1,4 +1,4 @@
-"""The driver's side of a claim across hosts: chooses nodes, and claims on all of them or on none, without deadlock.
+"""The program's side of a claim across hosts: chooses nodes, and claims on all of them or on none, without deadlock.
 
 Every cluster claim orders its hosts in the same way. It *waits* for a host only while all hosts that it holds come
 before that host. A deadlock is a cycle of claims, each waiting for a host that the next one holds. At least one claim

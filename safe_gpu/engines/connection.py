@@ -1,10 +1,10 @@
-"""A holder on a node, at one end of a connection of which the driver has the other.
+"""A holder on a node, at one end of a connection; the program that claims has the other end.
 
-The kernel tells each end when the other is gone. So a holder ends with its driver, however that ends, and a driver
+The kernel reports each end when the other is gone. So a holder ends with its program, however that ends, and a program
 notices a lost holder, whatever engine started it. An engine's part is to run :func:`serve` on a node.
 
-A holder calls the driver, and says which holder it is. Both prove then that they know its secret token, before either
-reads an object of the other: another user may have got the port of a driver that has ended.
+A holder calls the program, and says which holder it is. Both prove then that they know its secret token, before either
+reads an object of the other: another user may have got the port of a program that has ended.
 """
 
 import hashlib
@@ -36,13 +36,14 @@ _CHECK_INTERVAL = (
 )
 
 Address = tuple[str, int]
-"""Where holders call: the address of the driver's host, and the port."""
+"""Where holders call: the address of the program's host, and the port."""
 
 Request = tuple[str, tuple[Any, ...]]
-"""What the driver sends: the name of a method of :class:`~safe_gpu.engines.holder.HolderProcess`, and its arguments."""
+"""What the program sends: the name of a method of :class:`~safe_gpu.engines.holder.HolderProcess`, and its
+arguments."""
 
 
-# What a forked child inherits would keep the holders of a driver that has ended.
+# What a forked child inherits would keep the holders of a program that has ended.
 _open: WeakSet[Connection | socket.socket] = WeakSet()
 
 
@@ -154,7 +155,7 @@ def _limit_reads(link: Connection, seconds: int) -> None:
 
 
 class RemoteHolder:
-    """A :class:`~safe_gpu.engines.holder.HolderProcess` on a node, as the driver of a claim reaches it.
+    """A :class:`~safe_gpu.engines.holder.HolderProcess` on a node, as the program that claims reaches it.
 
     An engine derives a class from it that says how a process is started on a node.
 
@@ -268,18 +269,18 @@ def start_all(holders: Iterable[RemoteHolder]) -> None:
         listener.close_when_done()
 
 
-def serve(address: Address, token: bytes, wishes: ClaimArguments, label: str) -> None:
-    """Hold GPUs of this host for the driver at an address, until the driver ends it or is gone."""
-    driver = _connection(socket.create_connection(address, timeout=_PROOF_LIMIT))
-    driver.send_bytes(_public_name(token))
-    answer_challenge(driver, token)
-    deliver_challenge(driver, token)
-    _limit_reads(driver, 0)
+def serve(address: Address, token: bytes, claim_arguments: ClaimArguments, label: str) -> None:
+    """Hold GPUs of this host for the program at an address, until the program ends it or is gone."""
+    program = _connection(socket.create_connection(address, timeout=_PROOF_LIMIT))
+    program.send_bytes(_public_name(token))
+    answer_challenge(program, token)
+    deliver_challenge(program, token)
+    _limit_reads(program, 0)
     requests: SimpleQueue[Request | None] = SimpleQueue()
     idle = Event()
     idle.set()
-    Thread(target=_receive, args=(driver, requests, idle), daemon=True).start()
-    holder = HolderProcess(wishes, label)
+    Thread(target=_receive, args=(program, requests, idle), daemon=True).start()
+    holder = HolderProcess(claim_arguments, label)
     while True:
         request = requests.get()
         if request is None:
@@ -287,19 +288,19 @@ def serve(address: Address, token: bytes, wishes: ClaimArguments, label: str) ->
         method, arguments = request
         answer = getattr(holder, method)(*arguments)
         idle.set()
-        with suppress(OSError):  # the driver is gone, which the next turn tells
-            driver.send(answer)
+        with suppress(OSError):  # the program is gone, which the next request shows
+            program.send(answer)
     holder.release()
 
 
-def _receive(driver: Connection, requests: SimpleQueue[Request | None], idle: Event) -> None:
-    """Receive requests in a thread, so that the end of the driver reaches a holder that waits for GPUs.
+def _receive(program: Connection, requests: SimpleQueue[Request | None], idle: Event) -> None:
+    """Receive requests in a thread, so that the end of the program reaches a holder that waits for GPUs.
 
-    The end of the driver is a request None if the holder is idle. Otherwise it ends this process.
+    The end of the program is a request None if the holder is idle. Otherwise it ends this process.
     """
     try:
         while True:
-            request = driver.recv()
+            request = program.recv()
             idle.clear()
             requests.put(request)
     except (EOFError, OSError):

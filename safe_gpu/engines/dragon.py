@@ -94,14 +94,14 @@ def claim(
         raise UnsatisfiableRequestError("there is no Dragon runtime here: start this program with `dragon PROGRAM`")
     from dragon.native.machine import Node, System
 
-    wishes = ClaimArguments(
+    arguments = ClaimArguments(
         placeholder_fn=placeholder_fn,
         affinity=affinity,
         memory=memory,
         visible_as="index",
         selection={"vendor": vendor, **conditions},
     )
-    options = wishes.read(gpus_per_node, timeout, logger)
+    options = arguments.read(gpus_per_node, timeout, logger)
     alive = {str(h_uid): Node(h_uid) for h_uid in System().nodes}
     facts = {node_id: NodeFacts((node.hostname,), has_gpus=bool(node.gpus)) for node_id, node in alive.items()}
     chosen = choose_nodes(nodes, facts, "the Dragon runtime")
@@ -113,7 +113,7 @@ def claim(
             "ROCR_VISIBLE_DEVICES too) must not be empty",
             value=nodes,
         )
-    holders = [_DragonHolder(alive[node_id], wishes) for node_id in chosen.ids]
+    holders = [_DragonHolder(alive[node_id], arguments) for node_id in chosen.ids]
     start_all(holders)
     held = claim_through(holders, chosen.needed, options.request.nb_gpus, options.timeout, options.logger)
     return DragonClaim(held, memory)
@@ -126,10 +126,10 @@ class _DragonHolder(RemoteHolder):
         node: Dragon's Node.
     """
 
-    def __init__(self, node: Any, wishes: ClaimArguments) -> None:
+    def __init__(self, node: Any, arguments: ClaimArguments) -> None:
         super().__init__(node.hostname, str(node.h_uid))
         self.node = node
-        self._wishes = wishes
+        self._arguments = arguments
 
     def start_process(self, port: int, token: bytes) -> None:
         from dragon.infrastructure.policy import Policy
@@ -139,7 +139,7 @@ class _DragonHolder(RemoteHolder):
         label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
         self._process = Process(
             target=serve,
-            args=((here, port), token, self._wishes, label),
+            args=((here, port), token, self._arguments, label),
             # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
             env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=self.host),

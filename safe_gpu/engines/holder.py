@@ -111,8 +111,8 @@ class HolderProcess:
     Errors of safe_gpu are returned, not raised, because engines wrap raised exceptions in their own types.
     """
 
-    def __init__(self, wishes: ClaimArguments, label: str) -> None:
-        self._wishes = wishes
+    def __init__(self, arguments: ClaimArguments, label: str) -> None:
+        self._arguments = arguments
         self._label = label
         self._owner: GPUOwner | None = None
 
@@ -127,16 +127,16 @@ class HolderProcess:
 
     def claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
         """Claim GPUs; the result has no host and node yet. Returns the error if the claim fails."""
-        wishes = self._wishes
+        arguments = self._arguments
         inherited = dict(os.environ)
         try:
-            with opened_driver(**parse_request(nb_gpus, **wishes.selection).driver) as driver:
-                more = {**wishes.selection, "visible_as": wishes.visible_as, "affinity": None, "delegate": True}
-                more["placeholder_fn"] = wishes.placeholder_fn
+            with opened_driver(**parse_request(nb_gpus, **arguments.selection).driver) as driver:
+                more = {**arguments.selection, "visible_as": arguments.visible_as, "affinity": None, "delegate": True}
+                more["placeholder_fn"] = arguments.placeholder_fn
                 self._owner = owner = owner_type(command=self._label)(nb_gpus, timeout=timeout, **more)
                 try:
                     snapshot = driver.snapshot()  # the claim may have waited, and a GPU may be lost since
-                    places = _near(owner.gpus, driver, wishes)
+                    places = _near(owner.gpus, driver, arguments)
                 except BaseException:
                     self.release()
                     raise
@@ -151,7 +151,7 @@ class HolderProcess:
         held = []
         for gpu in owner.gpus:
             cores, numa_node = places[gpu.index]
-            shown = render_visible([gpu], visible_as=wishes.visible_as, snapshot=snapshot, environ=inherited)
+            shown = render_visible([gpu], visible_as=arguments.visible_as, snapshot=snapshot, environ=inherited)
             cpus, position = frozenset[int]().union(*cores), order.index(gpu.uuid) if gpu.uuid in order else None
             place = (cpus, cores, numa_node, snapshot.vendor, {**shown, **inside}, position)
             held.append(ClusterGpu("", "", gpu.index, gpu.uuid, *place))
@@ -171,7 +171,7 @@ class HolderProcess:
         from ..claim.limits import remaining_quota
 
         try:
-            request = parse_request(nb_gpus, **self._wishes.selection)
+            request = parse_request(nb_gpus, **self._arguments.selection)
             with opened_driver(**request.driver) as driver:
                 snapshot = driver.snapshot()
                 request = request.resolved(snapshot)
@@ -205,16 +205,18 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
         return f"not bound: {err}"
 
 
-def _near(gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments) -> dict[int, _Place]:
+def _near(gpus: Sequence[Gpu], driver: Driver, arguments: ClaimArguments) -> dict[int, _Place]:
     """Return, by GPU index, the cores and the NUMA node for its workers."""
     places: dict[int, _Place] = {gpu.index: ((), None) for gpu in gpus}
-    options = parse_options(wishes.affinity, wishes.memory)
-    if options is None and wishes.memory is None:
+    options = parse_options(arguments.affinity, arguments.memory)
+    if options is None and arguments.memory is None:
         return places
     try:
         there = near(gpus, driver, options, None, present_mask())
     except GPUAffinityError:
-        if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
+        if (
+            options is not None and options.mode == "node" and arguments.memory is None
+        ):  # the default: no reason to fail
             return places
         raise
     for index in places:

@@ -10,8 +10,8 @@ used, because Ray does not know which GPUs programs outside Ray use. Workers ask
 node. The claim sets their CUDA_VISIBLE_DEVICES, and Ray is told not to change it. Workers on AMD GPUs get
 HIP_VISIBLE_DEVICES, and never ROCR_VISIBLE_DEVICES, with which Ray 2.45 and later cannot be imported.
 
-Holders end when the driver exits, for any reason, and the kernel releases their locks. If a holder dies, the claim on
-its node is lost; :meth:`RayClaim.check` and :meth:`RayClaim.options` raise an error then.
+Holders end when the driver program exits, for any reason, and the kernel releases their locks. If a holder dies, the
+claim on its node is lost; :meth:`RayClaim.check` and :meth:`RayClaim.options` raise an error then.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ def claim(
 
     if not is_initialized():
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")
-    wishes = ClaimArguments(
+    arguments = ClaimArguments(
         placeholder_fn=placeholder_fn,
         affinity=affinity,
         memory=memory,
         visible_as=visible_as,
         selection={"vendor": vendor, **conditions},
     )
-    options = wishes.read(gpus_per_node, timeout, logger)
+    options = arguments.read(gpus_per_node, timeout, logger)
     facts = {node["NodeID"]: _facts_of(node) for node in ray.nodes() if node["Alive"]}
     chosen = choose_nodes(nodes, facts, "the Ray cluster")
-    holders = [_RayHolder(facts[node_id].names[0], node_id, wishes) for node_id in chosen.ids]
+    holders = [_RayHolder(facts[node_id].names[0], node_id, arguments) for node_id in chosen.ids]
     start_all(holders)
     held = claim_through(holders, chosen.needed, options.request.nb_gpus, options.timeout, options.logger)
     return RayClaim(held, memory)
@@ -121,9 +121,9 @@ def _facts_of(node: Mapping[str, Any]) -> NodeFacts:
 class _RayHolder(RemoteHolder):
     """A holder in a Ray task, whose process ends with the task."""
 
-    def __init__(self, host: str, node_id: str, wishes: ClaimArguments) -> None:
+    def __init__(self, host: str, node_id: str, arguments: ClaimArguments) -> None:
         super().__init__(host, node_id)
-        self._wishes = wishes
+        self._arguments = arguments
 
     def start_process(self, port: int, token: bytes) -> None:
         import ray
@@ -135,7 +135,7 @@ class _RayHolder(RemoteHolder):
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node_id, soft=False),
             runtime_env={"env_vars": _KEEP_VISIBLE_DEVICES},
         )
-        self._result = task.remote((ray.util.get_node_ip_address(), port), token, self._wishes, label)
+        self._result = task.remote((ray.util.get_node_ip_address(), port), token, self._arguments, label)
 
     def why_ended(self) -> str:
         import ray

@@ -93,7 +93,7 @@ class Gpu(NamedTuple):
             names the device everywhere.
         name: product name.
         pci_bus_id: as in sysfs: ``0000:07:00.0``, lower case, with a 4-digit domain unless it needs more; "" if the
-            driver tells none.
+            driver reports none.
         numa_node: the NUMA node of the PCI device; None is unknown.
         memory_total: bytes.
         memory_used: bytes.
@@ -499,7 +499,7 @@ class VisibleLimit(NamedTuple):
     Attributes:
         value: the text of the variable.
         uuids: the devices it selects, in CUDA's order; a guess if ``ambiguous``.
-        ambiguous: the text alone does not tell which devices are selected (see ``doubt``). Only CUDA can tell.
+        ambiguous: the text alone does not say which devices are selected (see ``doubt``). Only CUDA can tell.
         uses_indices: the variable holds indices rather than UUIDs.
         doubt: why it is ambiguous, as a clause ("this host's GPUs are of different models and ..."), else "".
         frozen: CUDA is already initialised in this process, and its choice of GPUs is the limit, not the variable.

@@ -78,7 +78,7 @@ def parse_closed(lines: Iterable[str], by: str) -> tuple[dict[str, str], tuple[W
     """Return what the lines of a user's file say. A line that is not valid closes nothing, and the others count.
 
     Returns:
-        UUID -> reason of the GPUs that are drained, the windows, and the lines that make no sense.
+        UUID -> reason of the GPUs that are drained, the windows, and the lines that are not valid.
 
     >>> parse_closed(["GPU-0 - - - a fan is broken", "GPU-1 1 2 user:anna", "GPU-2"], "root")[::2]
     ({'GPU-0': 'a fan is broken'}, ['GPU-2'])
@@ -109,7 +109,7 @@ def _window(begin: str, end: str, whom: str, reason: str, by: str) -> Window:
     """Return the window that the words of a line give, without its GPUs.
 
     Raises:
-        ValueError: the words make no sense.
+        ValueError: the words are not valid.
     """
     window = Window(float(begin), float(end), gpus=(), whom=whom.removeprefix("-"), reason=reason.strip(), by=by)
     if not 0 <= window.begin < window.end < _LATEST:

@@ -1,1 +1,1 @@
-"""What the host's kernel tells: processes, programs and files of others."""
+"""What the host's kernel reports: processes, programs and files of others."""

@@ -1,7 +1,7 @@
-"""What this process waits for, and the two lines that say so where that takes long.
+"""What this process waits for, and the two lines that say so if that takes long.
 
-A thread that waits for another one gives the lines meanwhile. What only the waiting thread can do, such as to make a
-CUDA context, is watched by a thread that gives them.
+A thread that waits for another one logs the lines itself. While a thread does the slow work itself, such as making a
+CUDA context, another thread logs them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Awaited:
         self._told_once = False
 
     def tell_if_due(self) -> None:
-        """Give the line that is due, if one is."""
+        """Log the line that is due, if one is."""
         if time.monotonic() < self.due:
             return
         if not self._told_once:
@@ -72,7 +72,7 @@ class Awaited:
         return max(0.0, min(self.due, until) - time.monotonic())
 
     def took(self, lock: LockType, until: float) -> bool:
-        """Wait until a lock can be taken, and give the lines meanwhile.
+        """Wait until a lock can be taken, and log the lines meanwhile.
 
         Args:
             until: ``time.monotonic()`` value at which the wait ends.
@@ -89,7 +89,7 @@ class Awaited:
 
 
 class Watchdog:
-    """Gives the lines about what this thread awaits, from another thread, until the end of ``with``.
+    """Logs the lines about what this thread awaits, from another thread, until the end of ``with``.
 
     That thread ends with it, before the program goes on, forks or becomes another one; a child that is forked meanwhile
     has none. It is one of ``threading``, since logging would note any other one for good.
@@ -124,7 +124,7 @@ class Watchdog:
 
 
 def tell_by(logger: Any) -> Tell:
-    """Return what gives lines to a logger: at INFO where somebody hears that, else as warnings, which Python shows
+    """Return what gives lines to a logger: at INFO where that is shown, else as warnings, which Python shows
     where logging is not configured."""
 
     def tell(line: str) -> None:

@@ -29,7 +29,7 @@ _LONGEST_COMMAND = 1 << 12  # bytes of a command line
 
 _MOST_FILES = 1 << 12  # descriptors of one process
 
-_OVERFLOW_UID = 65534  # of users without a number, where /proc does not tell
+_OVERFLOW_UID = 65534  # of users without a number, where /proc does not say
 
 LONGEST_READ = 0.2
 """Seconds of processor time after which a table of the kernel, which other users can make long, is not read on."""
@@ -212,7 +212,7 @@ def start_of_living(pid: int) -> int | None:
 
 
 def is_start(said: int | None, pid: int, told: int | None) -> bool:
-    """Return whether a start time that was said of a process is that which the kernel tells of it here.
+    """Return whether a start time from a record is the one that the kernel reports here.
 
     The kernel adds to all start times the offset of the time namespace of who reads them (Linux 5.11, see
     time_namespaces(7)), so they may have been said as they are in another one: in the first, or in that of the process.
@@ -237,8 +237,8 @@ def is_start(said: int | None, pid: int, told: int | None) -> bool:
 def _boot_offset(task: int | str) -> int:
     """Return what is added to the clock since boot in the time namespace of a process, in clock ticks.
 
-    It is 0 where the kernel has no such namespaces, or does not tell. Of a process that has made one for its children
-    the kernel tells that one's.
+    It is 0 where the kernel has no such namespaces, or does not report it. Of a process that has made one for its
+    children the kernel reports that one's.
     """
     for line in _read(f"/proc/{task}/timens_offsets").split(b"\n"):
         fields = line.split()

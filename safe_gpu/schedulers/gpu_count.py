@@ -139,7 +139,7 @@ _PATIENCE = 3.0
 
 
 def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobContext:
-    """Return the job with its end or its walltime, where the scheduler told these with the number of GPUs, or is asked.
+    """Return the job with its end or its walltime, where the scheduler gave these with the number of GPUs, or is asked.
 
     Args:
         ask: whether Slurm may be asked, which takes about 0.05 s, at most 3 s.

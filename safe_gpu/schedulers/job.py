@@ -149,7 +149,7 @@ class Scheduler:
         number: the variable with the number of GPUs of the job on this host, for messages; "" if it has none.
         lists_gpus: whether it lists the assigned GPUs in CUDA_VISIBLE_DEVICES, or in AMD's variables, and may have no
             variable with their number.
-        end_can_be_asked: whether ``gpu_count.with_end`` may know when a job ends whose variables do not tell.
+        end_can_be_asked: whether ``gpu_count.with_end`` may know when a job ends whose variables do not say.
     """
 
     name: ClassVar[str]
@@ -424,7 +424,7 @@ def scheduler_of(job: JobContext) -> Scheduler | None:
 
 
 def end_can_be_asked(job: JobContext) -> bool:
-    """Return whether ``gpu_count.with_end`` may know when a job ends whose variables do not tell."""
+    """Return whether ``gpu_count.with_end`` may know when a job ends whose variables do not say."""
     scheduler = scheduler_of(job)
     return scheduler is not None and scheduler.end_can_be_asked
 

@@ -108,7 +108,7 @@ class Condition:
 
 
 def _memory_is_not_told(argument: str) -> str:
-    return f"the driver does not tell its memory: leave {style.option(argument)} out"
+    return f"the driver does not report its memory: leave {style.option(argument)} out"
 
 
 class MinMemory(Condition):

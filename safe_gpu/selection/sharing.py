@@ -24,7 +24,7 @@ FamilyOf = Callable[[int], "tuple[int, tuple[int, ...]] | None"]
 
 
 def share_capacity(gpu: Gpu) -> int | None:
-    """Return the bytes of the GPU that claims can share, whole MiB; None if the driver does not tell its memory."""
+    """Return the bytes of the GPU that claims can share, whole MiB; None if the driver does not report its memory."""
     if gpu.memory_total is None:
         return None
     if gpu.counts_reserved or gpu.memory_used is None or gpu.memory_free is None:

@@ -150,7 +150,7 @@ def computes(process: GpuProcess, describe: Describe, *, mps_servers: Collection
 def drawing(gpu: Gpu, processes: Collection[GpuProcess]) -> list[GpuProcess]:
     """Return those of these processes of a device that only draw, if together they make it busy; else none.
 
-    Where a display is active they never do. Memory that the driver does not tell is not counted.
+    Where a display is active they never do. Memory that the driver does not report is not counted.
     """
     if gpu.display_active:
         return []

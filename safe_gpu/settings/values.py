@@ -118,7 +118,7 @@ def parse_moment(text: str, after: float | None = None) -> float:
             None: the last such time until now, and two hours from now.
 
     Raises:
-        ValueError: it is no time.
+        ValueError: it is not a time.
     """
     word = text.strip().lower()
     now = time.time()

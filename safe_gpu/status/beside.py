@@ -1,7 +1,7 @@
 """Which processes use a GPU that somebody else has claimed, or another one than their claim holds.
 
-Nobody is blamed for what cannot be seen. A process is told with its user only where all claims of the GPU are seen
-here, and it is certainly of none of them. That of a container is nobody's: its parents do not tell who has started it.
+Nobody is blamed for what cannot be seen. A process is reported with its user only where all claims of the GPU are seen
+here, and it is certainly of none of them. That of a container is nobody's: its parents do not show who started it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Bystanders:
 
     Args:
         claims: those that live.
-        beyond: UUIDs of the GPUs that only doors tell to be held: nothing is told of the processes there.
+        beyond: UUIDs of the GPUs that are known to be held by their doors alone. Processes there are not reported.
         labels: UUID -> the name of a device for people, of all that are shown.
         processes: what /proc says.
     """
@@ -57,11 +57,11 @@ class Bystanders:
         users = users_of(gpu, listed, self._processes.describe, mps_servers=possible_mps_servers(snapshot))
         users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
         on_gpu = self._claims.on(gpu.uuid)
-        told = (self._told(process, on_gpu) for process in users)
-        return tuple(one for one in told if one is not None)
+        found = (self._beside(process, on_gpu) for process in users)
+        return tuple(one for one in found if one is not None)
 
-    def _told(self, process: GpuProcess, on_gpu: Sequence[Entry]) -> BesideStatus | None:
-        """Return what is told of a process on a GPU with these claims; None for nothing."""
+    def _beside(self, process: GpuProcess, on_gpu: Sequence[Entry]) -> BesideStatus | None:
+        """Return what is reported of a process on a GPU with these claims; None for nothing."""
         described = self._processes.described(process)
         if described is None:
             return None
@@ -81,7 +81,7 @@ class Bystanders:
         return BesideStatus(process.pid, whose, command, process.memory_used, text)
 
     def _text_on_stray(self, process: GpuProcess, user: str, own: Iterable[Entry], on_gpu: Sequence[Entry]) -> str:
-        """Return what is told of a process whose claims are others; "" if the devices that they hold are not shown."""
+        """Return the sentence on a process whose claims are others; "" if the devices that they hold are not shown."""
         held: set[str] = set()
         for entry in own:
             held.update(entry.gpus)
@@ -94,7 +94,7 @@ class Bystanders:
         return f"{_uses(process, user)} {where}, and its own claim holds GPU {gpu_ranges(labels)}"
 
     def _text_on_stranger(self, process: GpuProcess, user: str, on_gpu: Sequence[Entry]) -> str:
-        """Return what is told of a process without a claim; "" if it may be of one of these, or if there is none."""
+        """Return the sentence on a process without a claim; "" if it may be of one of these, or if there is none."""
         if not on_gpu or any(one.uid < 0 for one in on_gpu):
             return ""
         seen = on_gpu[:MOST_PARTS]

@@ -23,7 +23,7 @@ NO_DOCUMENT = (ArithmeticError, AttributeError, LookupError, OSError, RecursionE
 """What comes of an answer that is no such document."""
 
 _TOLD = ("drained by ", "reserved by ", "stopped ", "taken last ", CLAIMED_ELSEWHERE)
-"""How the reasons of a GPU in use begin that are told: others may have a command with its arguments."""
+"""How the reasons of a GPU in use begin that are shown: others may contain a command with its arguments."""
 
 
 class Figures(NamedTuple):
@@ -99,7 +99,7 @@ def _held_by(gpus: list[Document]) -> str:
     for one in gpus:
         for claim, part in _claims_and_parts(one):
             user = claim["user"] or "?"
-            if claim.get("elsewhere"):  # an older version does not tell
+            if claim.get("elsewhere"):  # an older version has no such key
                 user = SOMEBODY_ELSEWHERE
             held[user] = held.get(user, 0) + part
     ranked = Counter(held).most_common()
@@ -108,7 +108,7 @@ def _held_by(gpus: list[Document]) -> str:
 
 def _claims_and_parts(one: Document) -> Iterator[tuple[Document, float]]:
     """Yield each claim of a GPU with the part of the GPU that it counts as."""
-    pieces = one.get("pieces")  # an older version tells none
+    pieces = one.get("pieces")  # an older version has none
     if one["shares"]:
         for claim in one["shares"]:
             yield claim, (claim["share"] or 0) / (one["memory_total"] or 1)
@@ -156,7 +156,7 @@ def _gpu(one: Document) -> GpuStatus:
         gpu=_record(Gpu, one, index=one["label"], processes=()),
         claim=_claim_of(one),
         processes=tuple(_record(ProcessStatus, each) for each in one["processes"]),
-        beside=tuple(_record(BesideStatus, each) for each in one.get("beside", ())),  # an older version tells none
+        beside=tuple(_record(BesideStatus, each) for each in one.get("beside", ())),  # an older version has none
         reason=reason,
         fault=reason,
         drained=one["state_shown"] == "drained",

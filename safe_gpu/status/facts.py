@@ -52,7 +52,7 @@ class GpuStatus:
     """One device. ``state`` and ``reason`` are as in :class:`~safe_gpu.gpus.devices.GpuVerdict`.
 
     Attributes:
-        idle: claimed, and the driver shows no process of the claim on it that computes or draws.
+        idle: claimed, and no process of the claim uses it.
         claim: who holds it, or the claims that share it; None if there is none.
         share_free: bytes available to one more share; None if the GPU is not shared.
         inside: the claim inside ``claim``, if any.

@@ -99,12 +99,12 @@ class HostFacts:
 
     Args:
         path: the state directory.
-        tree: what stands before the UUIDs of this host in the names of doors.
+        prefix: of the UUIDs of this host in the names of doors.
     """
 
-    def __init__(self, path: str, gpus: Iterable[Gpu], tree: str) -> None:
+    def __init__(self, path: str, gpus: Iterable[Gpu], prefix: str) -> None:
         self._path = path
-        self._tree = tree
+        self._prefix = prefix
         self.claims = Claims(())
         self.beyond: dict[str, Holder] = {}
         self.tickets: list[Entry] = []
@@ -120,7 +120,7 @@ class HostFacts:
         with DeferredSignals():
             living = partial(living_entries, path, "claims", ignored, dead)
             try:
-                self.claims, self.beyond = claims_now(gpus, tree, living)
+                self.claims, self.beyond = claims_now(gpus, prefix, living)
             except StateDirError as err:
                 self.warnings = [f"the claims are not known: {err}"]
             now = time.time()
@@ -198,7 +198,7 @@ class HostFacts:
             return None
         with suppress(OSError):  # no sockets here
             known = self.claims.parts(uuid) - {entry.parts.get(uuid, -1)}
-            if not Doors(self._tree).are_taken(uuid, known):
+            if not Doors(self._prefix).are_taken(uuid, known):
                 return user_name(uid)
         return None
 
@@ -406,7 +406,7 @@ def _is_idle(
     mps_servers: Collection[int],
     others: Collection[Holder] = (),
 ) -> bool:
-    """Return whether none of the claim's processes computes or draws there; False if the process list is unknown.
+    """Return whether no process of the claim uses the GPU; False if the process list is unknown.
 
     A process that draws little, and is no descendant of the claim's, may be the desktop of its user.
 
@@ -451,8 +451,8 @@ def _sights(
 
 
 def add_look(gpus: Collection[GpuStatus], found: HostFacts, now: float) -> str:
-    """Add this look to what earlier ones have seen of the claims, if those of this user are added, and tell the history
-    what is due. Return a sentence if the file of earlier ones is ignored; else "".
+    """Add this look to what earlier ones have seen of the claims, if those of this user are added, and write to the
+    history what is due. Return a sentence if the file of earlier ones is ignored; else "".
 
     Args:
         now: Unix seconds.
@@ -476,7 +476,7 @@ def add_look(gpus: Collection[GpuStatus], found: HostFacts, now: float) -> str:
 
 
 def _written(looks: Looks, directory: Directory) -> str:
-    """Write the file, and return a sentence if it counted for nothing, or cannot be written; else ""."""
+    """Write the file, and return a sentence if it was ignored, or cannot be written; else ""."""
     what = f"{printable(looks.path)} is ignored ({looks.ignored})"
     try:
         looks.write(directory)

@@ -24,7 +24,7 @@ _HIGH = 90  # percent of utilization
 
 
 class UserCells(NamedTuple):
-    """The cells that tell who uses a GPU: the user, the job or else the pid, for how long it has been held and still
+    """The cells that say who uses a GPU: the user, the job or else the pid, for how long it has been held and still
     will be, and the command."""
 
     user: str = ""

@@ -10,7 +10,7 @@ NOBODY_LOOKED = "Nobody has looked at these GPUs while they were claimed: let ro
 
 
 class UseFacts(NamedTuple):
-    """What looks have seen of some GPU-hours. None is not known: nobody has looked, or no driver tells it.
+    """What looks have seen of some GPU-hours. None is not known: nobody has looked, or no driver reports it.
 
     Attributes:
         gpu_hours_looked: GPU-hours that were looked at.
@@ -43,7 +43,7 @@ class UseFacts(NamedTuple):
         )
 
     def used_text(self, *, of_gpu: bool = False) -> str:
-        """Return the mean utilisation, or the most memory where no driver tells it; "" if nobody has looked.
+        """Return the mean utilisation, or the most memory where no driver reports it; "" if nobody has looked.
 
         Args:
             of_gpu: whether it is that of a GPU which others use too.

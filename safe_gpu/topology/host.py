@@ -97,11 +97,11 @@ class HostTopology:
         nodes: NUMA node -> its CPUs; nodes without CPUs are included.
         packages: processor socket -> its CPUs.
         llc: sets of CPUs that share a last-level cache.
-        distances: ``{a: {b: relative distance from node a to b}}``, 10 is local; {} if the kernel does not tell.
+        distances: ``{a: {b: relative distance from node a to b}}``, 10 is local; {} if the kernel does not report it.
         gpus: the GPUs of the host in index order.
         memoryless: the nodes that have no memory.
         isolated: CPUs over which the kernel does not spread threads (isolcpus=).
-        memory: node -> bytes of its memory: all, and free; {} if the kernel does not tell.
+        memory: node -> bytes of its memory: all, and free; {} if the kernel does not report it.
         is_here: whether these are the CPUs on which this process runs.
     """
 

@@ -42,7 +42,8 @@ _NAMES = {
 
 
 class Place(NamedTuple):
-    """Where a GPU is: its PCI device, and the number of the compute partition; "" and 0 if its node does not tell."""
+    """Where a GPU is: its PCI device, and the number of the compute partition; "" and 0 if its node does not report
+    them."""
 
     bus_id: str = ""
     partition: int = 0
@@ -70,7 +71,7 @@ class Device(NamedTuple):
     Attributes:
         gpu_id: the kernel's number of it, 0 if it is unknown.
         uuid: ``GPU-<16 hex digits>`` as ROCR writes ``unique_id``; else ``AMD-<bus id>-<partition>``.
-        bus_id: PCI bus id; "" if the node does not tell.
+        bus_id: PCI bus id; "" if the node does not report it.
         shared: several devices have this PCI device, whose memory counters are those of all of them together.
         mode: how its GPU is divided into compute partitions, of which others may not be shown here; "" where it is not.
         name: product name.

@@ -67,7 +67,7 @@ def test_nobody_is_sent_to_the_gpus_of_other_jobs(host, monkeypatch, cleanup) ->
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     cleanup.enter_context(host.stranger(0))
-    for number, words in ((2, "others are free: ask for its GPUs only"), (1, "7 others are free.")):
+    for number, words in ((2, "others are free: ask for its GPUs only"), (1, "7 others are free\n")):
         with pytest.raises(api.SafeGpuError, match="CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8") as refused:
             safe_gpu.claim_gpus(number, timeout=0)
         assert words in str(refused.value)
@@ -291,7 +291,7 @@ TOLD = {
         ),
         f"20 GiB of 1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}; GPU 5: drained by root: a fan",
     ),
-    "a limit": (api.WaitStatus(1, None, 1, spent=api.LimitReached(0.5, 1)), "1 GPU, at your limit (0.5 of 1)"),
+    "a limit": (api.WaitStatus(1, None, 1, limit=api.LimitReached(0.5, 1)), "1 GPU, at your limit (0.5 of 1)"),
     "a waiter that the kernel does not show": (
         api.WaitStatus(3, None, 2, ahead=ADA._replace(pid=0, user=None)),
         "2 GPUs, #3 in the queue; behind somebody (wants 8 GPUs, queued for 12 min)",

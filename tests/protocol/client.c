@@ -53,9 +53,9 @@ enum { /* bounds of an entry, and of the files of one user in a directory */
 struct gpu {
   char uuid[UUID_SIZE], whole[UUID_SIZE], mode[MODE_SIZE]; /* whole: the name of its GPU, the same in all modes */
   bool is_piece;
-  bool chosen, busy, closed, inside; /* inside: the claim around this one holds it */
+  bool chosen, busy, closed, inside; /* inside: the enclosing claim holds it */
   bool elsewhere;                    /* a door is held by who has no entry here */
-  bool by_entry;                     /* the claim around this one had no sockets */
+  bool by_entry;                     /* the enclosing claim had no sockets */
   bool there;                        /* by the latest poll */
   int doors[DOORS], door_count;
   int part[2];        /* of each of its names, uuid and whole; -1: none */
@@ -834,7 +834,7 @@ static void find_around(void) /* with the claims listed */
   for (int i = 0; i < gpu_count; i++) held += gpus[i].inside;
   *inside = 0;
   if (around) put(inside, sizeof inside, "%s", around->token);
-  if (around && (held < wanted || share)) die(75, "the claim around this one has %d of these GPUs, and whole ones", held);
+  if (around && (held < wanted || share)) die(75, "the enclosing claim has %d of these GPUs, and whole ones", held);
   if (scope && !around) {
     fputs("client: warning: SAFE_GPU_SCOPE is of no living claim of these GPUs, and is ignored\n", stderr);
     scope = NULL;

@@ -307,7 +307,46 @@ def test_pieces(fake_gpus: Any, state_dir: Path, holder: Any, sleeper: Any, monk
     assert [each.text for each in api.status_of(gone).gpus[0].beside] == [f"{text} these claims"]
 
 
+def test_an_mps_server_whose_name_is_hidden_is_no_stranger(
+    driver: Driver, holder: Any, sleeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with hidepid=1. It is small, and on every GPU of the host."""
+    server = sleeper(uid=BEN)
+    for number in range(3):
+        driver.put(number, api.GpuProcess(server, memory_used=27 << 20))
+    holder("0")
+    assert len(driver.told()) == 1
+    monkeypatch.setattr(api.procfs, "command_of", lambda pid: None)
+    assert driver.told() == []
+
+
 # Who is not told: what cannot be seen
+
+
+def test_a_number_that_is_another_process_s_in_a_container_too(driver: Driver, holder: Any, sleeper: Any) -> None:
+    ben = sleeper(uid=BEN)
+    holder("0")
+    driver.put(0, on_gpu(ben), on_gpu(ben, 7, elsewhere=True))
+    assert driver.told() == [f"process {ben} of {BEN} uses 2 GiB beside this claim"]
+
+
+def test_who_uses_another_gpu_and_holds_one_that_is_not_shown(driver: Driver, holder: Any) -> None:
+    pid = holder("5")
+    driver.put(2, on_gpu(pid))
+    assert driver.told(2) == []
+
+
+def test_who_uses_another_gpu_that_is_held_in_another_state_directory(driver: Driver, holder: Any) -> None:
+    """It may be of the claim there too."""
+    pid = holder("0,1")
+    driver.put(2, on_gpu(pid))
+    doors = api.Doors("")
+    assert doors.take_whole(driver.gpus[2].uuid, ())
+    try:
+        assert driver.told(2) == []
+    finally:
+        doors.release()
+    assert len(driver.told(2)) == 1
 
 
 def test_what_cannot_be_seen_is_nobody_s(driver: Driver, holder: Any, sleeper: Any) -> None:

@@ -94,17 +94,17 @@ class CheckedHost:
 
     @property
     def vendor(self) -> Vendor:
-        """That of the GPUs that a claim would get, or of a driver that shows none."""
+        """That of the GPUs that a claim would get, or of a driver that shows none, or does not work."""
         for vendor in VENDORS.values():
             if self.snapshot.driver in vendor.drivers:
                 return vendor
-        if self.driver_hangs:
+        if not self.snapshot.driver:
             return self._likely_vendor
         return VENDORS[self.snapshot.vendor]
 
     @property
     def _likely_vendor(self) -> Vendor:
-        """The vendor whose driver is chosen or loaded, where no driver answers."""
+        """The vendor whose driver is chosen or loaded, where no driver works."""
         for vendor in VENDORS.values():
             if self.environ.get("SAFE_GPU_DRIVER") in vendor.drivers:
                 return vendor

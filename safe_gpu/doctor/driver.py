@@ -28,10 +28,7 @@ def driver(host: CheckedHost) -> Check:
         return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", host.vendor.pass_in)
     detail = _driver_and_gpus(snapshot)
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
-        from ..drivers.nvml_calls import why_missing
-
-        reason = why_missing() or "NVML is not available"
-        return warning(f"{detail}, polled through nvidia-smi: {reason}", "pip install nvidia-ml-py")
+        return _without_nvml(detail)
     if snapshot.driver == "nvml" and snapshot.driver_version.startswith(_ODD_ROWS):
         what = f"{detail}; NVML of this version lists several processes of a GPU with wrong numbers and memory"
         return warning(what, "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi")
@@ -41,6 +38,13 @@ def driver(host: CheckedHost) -> Check:
         what = f"{detail}: these GPUs are simulated, and claims of them hold no real one"
         return warning(what, "unset SAFE_GPU_DRIVER")
     return passed(detail)
+
+
+def _without_nvml(detail: str) -> Check:
+    from ..drivers.nvml_calls import way_out_of, why_missing
+
+    reason = why_missing() or "NVML is not available"
+    return warning(f"{detail}, polled through nvidia-smi: {reason}", way_out_of(reason))
 
 
 def _no_driver(host: CheckedHost) -> Check:
@@ -106,7 +110,12 @@ def ill_gpus(host: CheckedHost) -> Check:
             found.append(f"GPU {gpu.label} is {reason}")
     if not found:
         return passed("no GPU seems ill, and no claim has failed on one lately")
-    return warning("; ".join(found), f"{host.vendor.recover}; until then safe-gpu drain keeps claims off such a GPU")
+    fix = f"{host.vendor.recover}; until then safe-gpu drain keeps claims off such a GPU"
+    noted = [gpu.label for gpu in gpus if gpu.uuid in faults]
+    if noted:
+        again = f"""python3 -c 'import safe_gpu; safe_gpu.claim_gpus(only="{noted[0]}")'"""
+        fix += f"; your note that a claim failed there goes once one works there ({again}), and those of others in time"
+    return warning("; ".join(found), fix)
 
 
 def process_lists(host: CheckedHost) -> Check:

@@ -151,7 +151,9 @@ def _not_there(path: str) -> Check:
         return failed(f"{path} cannot be created: {parent} is on a read-only file system", another_place(path))
     if not os.access(parent, os.W_OK | os.X_OK):
         detail = f"{path} cannot be created: there is no {parent} to which you may write"
-        return failed(detail, f"create that directory, or as root: {setup_command(path)}")
+        if not os.path.isdir(parent):
+            return failed(detail, "create that directory, open to all users (mode 755)")
+        return failed(detail, f"as root: {setup_command(path)}")
     return _trouble_above(path) or passed(f"{path} does not exist yet: the first claim creates it")
 
 

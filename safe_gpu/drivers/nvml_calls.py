@@ -16,6 +16,10 @@ from .base import Driver
 
 LIBRARY = "libnvidia-ml.so.1"
 
+_INSTALL = "pip install nvidia-ml-py"
+
+_REPLACE = "pip uninstall -y pynvml nvidia-ml-py3 && pip install --force-reinstall nvidia-ml-py"
+
 # Of the functions and types that are used, those that older modules lack: nvidia-ml-py3 7.352, and pynvml up to 11.4.
 _NEEDED = ("NVMLError", "nvmlInit", "nvmlMemory_v2", "nvmlDeviceGetComputeRunningProcesses_v3")
 
@@ -66,13 +70,13 @@ def _pynvml() -> Any:
     try:
         pynvml = _import_pynvml()
     except ImportError as err:
-        what = "the Python package nvidia-ml-py is not installed (pip install nvidia-ml-py)"
+        what = f"the Python package nvidia-ml-py is not installed ({_INSTALL})"
         raise MissingDriverPackageError(what, driver="nvml") from err
     missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
     if missing:
         raise MissingDriverPackageError(
             f"the module pynvml in {_place_of(pynvml)} has no {missing[0]}, so it is not that of nvidia-ml-py 12.535 "
-            "or newer (pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py)",
+            f"or newer ({_REPLACE})",
             driver="nvml",
         )
     return pynvml
@@ -113,6 +117,14 @@ def why_missing() -> str | None:
     except OSError as err:
         return f"NVML cannot be loaded ({err})"
     return None
+
+
+def way_out_of(reason: str) -> str:
+    """Return the command, or what else is to be done, where NVML is missing for this reason of :func:`why_missing`."""
+    for command in (_REPLACE, _INSTALL):
+        if command in reason:
+            return command
+    return f"let the loader find the driver's {LIBRARY} (ldconfig, or its directory in LD_LIBRARY_PATH)"
 
 
 def _load_library() -> None:

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import api
@@ -119,3 +122,35 @@ def test_gpus_by_their_cdi_names(command, podman, ground) -> None:
         assert passed == [f"GPU_{index}={ground.uuids[index]}" for index in (3, 5)], done.stderr
     finally:
         spec.unlink()
+
+
+# Fixes of ``doctor``, followed: then the check passes
+
+
+def test_a_container_of_podman_with_the_processes_of_the_host(podman: Any) -> None:
+    def checked(*options: str) -> Any:
+        found = json.loads(podman.safe_gpu("doctor", "--json", options=options).stdout)
+        return next(one for one in found["checks"] if one["name"] == "visible processes")
+
+    inside = checked()
+    assert inside["status"] == "warning"
+    option = inside["fix"].split()[-1]
+    if api.procfs.pid_namespace() == api.procfs.FIRST_PID_NAMESPACE:
+        assert checked(option)["status"] == "passed"
+    else:
+        assert "--pid=host" in option
+
+
+def test_a_container_with_the_state_directory_of_the_host(podman: Any, state_dir: Path) -> None:
+    """It is made of an overlay, which the host's is not seen through."""
+    api.setup.make(str(state_dir))
+
+    def checked(*options: str) -> Any:
+        done = podman.safe_gpu("doctor", "--json", options=options, mount=False)
+        return next(one for one in json.loads(done.stdout)["checks"] if one["name"] == "state directory")
+
+    inside = checked(f"--env=SAFE_GPU_DIR={state_dir}")
+    assert inside["status"] == "warning"
+    way_out = re.fullmatch("start the container with (.*)", inside["fix"])
+    assert way_out is not None
+    assert checked(f"--env=SAFE_GPU_DIR={state_dir}", *shlex.split(way_out[1]))["status"] == "passed"

@@ -1,7 +1,8 @@
 """A stand-in for the nvidia-smi program, over the GPUs and processes of the fake NVML (nvml.c describes the files).
 
 It answers -q -x (with -i ID,ID too) and what the older package asks, and appends its arguments to
-``$FAKE_GPU_DIR/runs``. ``$FAKE_GPU_DIR/smi`` makes it misbehave, key=value, one a line:
+``$FAKE_GPU_DIR/runs``. What root does with it changes those GPUs: ``-pm 1`` makes the driver quick, ``-r`` heals, and
+``conf-compute -srs 1`` lets CUDA start. ``$FAKE_GPU_DIR/smi`` makes it misbehave, key=value, one a line:
     before=TEXT  after=TEXT     extra lines around the answer ("\\n" separates)
     version_lacks=a,b           elements that this version does not know
     hang=1                      the query never ends; its pid is written to $FAKE_GPU_DIR/hung
@@ -170,9 +171,49 @@ def older(argument):
                     print(f"{pid}, {gpu['bus'].upper()}")
 
 
+def rewrite(name, change):
+    """Write a file anew, with what ``change`` returns for each of its lines."""
+    path = os.path.join(ROOT, name)
+    if os.path.exists(path):
+        with open(path) as file:
+            lines = [change(line.rstrip("\n")) for line in file]
+        with open(f"{path}.new", "w") as file:
+            file.writelines(f"{line}\n" for line in lines if line)
+        os.rename(f"{path}.new", path)
+
+
+def without(*keys):
+    """Return a function that takes these keys out of a line."""
+    return lambda line: " ".join(pair for pair in line.split() if pair.partition("=")[0] not in keys)
+
+
+def turn_persistence_mode_on():
+    rewrite("gpus", lambda line: f"{without('persistence')(line)} persistence=1")
+    rewrite("options", without("call_ms"))
+
+
+def reset():
+    rewrite("gpus", without("lost", "recovery", "remap", "util"))
+    rewrite("options", without("hangs"))
+    for uuid in os.listdir(os.path.join(ROOT, "procs")):
+        for name in os.listdir(os.path.join(ROOT, "procs", uuid)):
+            if ".static" in name:
+                os.unlink(os.path.join(ROOT, "procs", uuid, name))
+
+
+def set_ready_state():
+    rewrite("options", without("cuda_init_error"))
+
+
+BY_ROOT = {"-pm 1": turn_persistence_mode_on, "-r": reset, "conf-compute -srs 1": set_ready_state}
+
+
 def main():
     with open(os.path.join(ROOT, "runs"), "a") as file:
         file.write(" ".join(sys.argv[1:]) + "\n")
+    if " ".join(sys.argv[1:]) in BY_ROOT:
+        BY_ROOT[" ".join(sys.argv[1:])]()
+        return 0
     if sys.argv[1:3] != ["-q", "-x"]:
         for argument in sys.argv[1:]:
             older(argument)

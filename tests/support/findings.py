@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from support.gpus import PACKAGE_ROOT
@@ -42,7 +43,9 @@ def environment(**variables: str) -> CheckedHost:
     return CheckedHost(environ=variables)
 
 
-def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables: str) -> Check:
+def in_namespace(
+    setup: str, check: str, *flags: str, user: int = 0, groups: Sequence[int] = (), **variables: str
+) -> Check:
     """What a check finds in a mount (or process) namespace of its own, after some shell commands there."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare, to make namespaces")
@@ -51,7 +54,7 @@ import json, os
 from safe_gpu import doctor
 host = doctor.CheckedHost()
 host.snapshot  # while this interpreter can still be read
-os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
+os.setgroups({[*groups]}); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
 found = doctor.check({check!r}, host)
 print(json.dumps([found.status, found.detail, found.fix]))
 """

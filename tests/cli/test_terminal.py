@@ -11,6 +11,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,22 +74,32 @@ COMMAND = "$ safe-gpu run -n"
 LIVE = ["safe-gpu: waiting", "          GPU 0-7"]
 
 
+def do_nothing() -> None:
+    pass
+
+
 class Shown(io.StringIO):
-    """A terminal of 80 columns, on which the user has typed a command; ``before`` is called before the next text."""
+    """A terminal of 80 columns, on which the user has typed a command.
+
+    ``before`` and ``after`` are called once, before and after the next text is written, by the thread that writes it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.screen = Screen()
         self.screen.write(f"{COMMAND}\n")
-        self.before: Callable[[], None] = lambda: None
+        self.before: Callable[[], None] = do_nothing
+        self.after: Callable[[], None] = do_nothing
 
     def isatty(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        before, self.before = self.before, lambda: None
+        before, after = self.before, self.after
+        self.before = self.after = do_nothing
         before()
         self.screen.write(text)
+        after()
         return len(text)
 
     def rows(self) -> list[str]:
@@ -103,7 +114,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 def test_a_tip_at_the_same_moment_erases_nothing_of_the_users(shown: Shown) -> None:
     line, started = api.WaitLine(shown), threading.Event()
-    tip = threading.Thread(target=line._draw, args=("safe-gpu: a tip\n",))
+    tip = threading.Thread(target=line.note, args=("a tip",))
 
     def give_it() -> None:
         tip.start()
@@ -132,19 +143,29 @@ def test_a_line_about_something_else_stands_above_the_live_ones(shown: Shown, li
 
 
 @pytest.mark.parametrize("tips", [0, 3])
-def test_nothing_is_erased_that_was_not_written(shown: Shown, tips: int) -> None:
+def test_nothing_is_erased_that_was_not_written(shown: Shown, tips: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither before the first tick, nor after a stop, during which the shell had the terminal."""
-    line = api.WaitLine(shown)
-    line._status = status()
-    for _ in range(tips):
-        line._draw("safe-gpu: a tip\n")
-    line._draw()
-    before = [COMMAND, *["safe-gpu: a tip"] * tips, *LIVE]
-    assert shown.rows() == before
-    shown.screen.write("\n$ fg\n")
-    line._drawn -= 60
-    line._draw()
-    assert shown.rows() == [*before, "$ fg", *LIVE]
+    seconds = 100.0
+    redrawn = threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: seconds, time=time.time)
+    monkeypatch.setattr("safe_gpu.cli.wait_line.time", clock)
+    before_the_stop: list[str] = []
+
+    def stop_for_a_minute() -> None:
+        nonlocal seconds
+        before_the_stop.extend(shown.rows())
+        seconds += 60
+        shown.screen.write("\n$ fg\n")
+        shown.after = redrawn.set
+
+    with api.WaitLine(shown) as line:
+        for _ in range(tips):
+            line.note("a tip")
+        shown.after = stop_for_a_minute
+        line.show(status())
+        assert redrawn.wait(60)
+        assert before_the_stop == [COMMAND, *["safe-gpu: a tip"] * tips, *LIVE]
+        assert shown.rows() == [*before_the_stop, "$ fg", *LIVE]
 
 
 def test_a_job_in_the_background_leaves_the_line_to_its_shell(command: Any, ground: Any, terminal: Terminal) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import os
 import random
 import signal
@@ -27,12 +26,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import parser_with_seed
 from crash_trace import Stop, Traced, begin, end, refusal
+from stress import EachMinute, keep_quiet, parser_with_seed, violation_text
 from support.actor import Actor, Failure, Work
-from support.broken import BROKEN, break_build
+from support.broken import break_build
 from support.guard import ProcessState, process_state
-from support.stage import Stage, claims, import_everything, let_go
+from support.stage import Stage, import_everything, let_go, replace_file
 
 import safe_gpu
 from safe_gpu.claim.owner import current_owner
@@ -108,7 +107,7 @@ class Wait(Scene):
     needs_stops = True
 
     def arrange(self, stage: Stage) -> None:
-        self.hold(stage, claims(GPUS))
+        self.hold(stage, stage.claims(GPUS))
 
     def operate(self) -> None:
         safe_gpu.claim_gpus(2, timeout=30, affinity=None, hold_for=60)
@@ -124,13 +123,14 @@ class Turns(Wait):
     """Such a wait on a host with limits, where users who wait are served by turns."""
 
     def arrange(self, stage: Stage) -> None:
-        path = Path(stage.state).with_name("policy.ini")
-        path.write_text(f"[host]\norder = fair\n[default]\nmax_gpus = {GPUS}\n")
-        os.environ["SAFE_GPU_POLICY"] = str(path)
+        self.host = stage.host
+        replace_file(self.host.policy, f"[host]\norder = fair\n[default]\nmax_gpus = {GPUS}\n")
+        self.host.enter()
         super().arrange(stage)
 
     def close(self) -> None:
-        del os.environ["SAFE_GPU_POLICY"]
+        os.unlink(self.host.policy)
+        self.host.enter()
 
 
 class Queue(Wait):
@@ -138,7 +138,7 @@ class Queue(Wait):
 
     def arrange(self, stage: Stage) -> None:
         super().arrange(stage)
-        self.helpers.append(stage.start("the waiter ahead", claims(GPUS, 30.0), other=True))
+        self.helpers.append(stage.start("the waiter ahead", stage.claims(GPUS, 30.0), other=True))
         stage.until_queued(self.helpers[1])
 
     def at(self, stop: Stop) -> None:
@@ -152,7 +152,7 @@ class Refused(Scene):
     """A claim that gets nothing: all GPUs are held, and it does not wait."""
 
     def arrange(self, stage: Stage) -> None:
-        self.hold(stage, claims(GPUS - 1))
+        self.hold(stage, stage.claims(GPUS - 1))
 
     def operate(self) -> None:
         with suppress(safe_gpu.NotEnoughGpusError):
@@ -177,7 +177,7 @@ class Share(Scene):
     shared = True
 
     def arrange(self, stage: Stage) -> None:
-        self.hold(stage, claims(GPUS, share="50%"))
+        self.hold(stage, stage.claims(GPUS, share="50%"))
 
     def operate(self) -> None:
         safe_gpu.claim_gpus(2, timeout=0, affinity=None, share="50%", only=(0, 1))
@@ -211,7 +211,7 @@ class Nested(Scene):
     inside = 4
 
     def arrange(self, stage: Stage) -> None:
-        self.token = self.hold(stage, claims(self.inside, delegate=True), other=False)
+        self.token = self.hold(stage, stage.claims(self.inside, delegate=True), other=False)
 
     def prepare(self, line: Connection) -> None:
         os.environ["SAFE_GPU_SCOPE"] = self.token
@@ -246,9 +246,9 @@ class Older(Scene):
     """A claim on a host with the lock of the older package."""
 
     def arrange(self, stage: Stage) -> None:
-        self.path = os.path.join(os.path.dirname(stage.state), "older")
-        os.makedirs(self.path, exist_ok=True)
-        os.chmod(self.path, 0o1777)
+        self.path = os.path.join(stage.host.path, "older")
+        if not os.path.isdir(self.path):
+            stage.host.make_place("older")
 
     def prepare(self, line: Connection) -> None:
         legacy.LOCK_FILE = os.path.join(self.path, "lock")
@@ -285,14 +285,21 @@ class Point(NamedTuple):
     thread: int = 0
 
     def is_at(self, stop: Stop) -> bool:
+        """Whether a process that stands at this stop is there."""
         return (self.thread, self.number, self.before) == (stop.thread, stop.number, stop.before)
+
+    @property
+    def when(self) -> str:
+        """Before the call, or after it."""
+        return "before" if self.before else "after"
 
     def command(self) -> str:
         """What reproduces it."""
-        thread = f" --thread {self.thread}" if self.thread else ""
-        when = "before" if self.before else "after"
-        what = f"--operation {self.operation} --how {self.how}"
-        return f"tools/crash_points.py {what} --at {self.number} --when {when}{thread}"
+        text = f"tools/crash_points.py --operation {self.operation} --how {self.how}"
+        text += f" --at {self.number} --when {self.when}"
+        if self.thread:
+            text += f" --thread {self.thread}"
+        return text
 
 
 class Interrupt(BaseException):
@@ -351,39 +358,51 @@ class Outcome:
         self._alive = True
 
     def crash(self, broken: str) -> None:
+        """Let the victim come to the point, and crash there."""
         self.scene.arrange(self.stage)
         self._actors += self.scene.helpers
-        self._victim = self._start("the victim", _victim(self.scene, broken))
+        self._victim = self._start("the victim", Victim(self.stage, self.scene, broken).live)
         self.scene.child = self._victim.expect("ready")[1]
         self._traced = Traced(self._victim.pid)
         for stop in self._traced.stops():
             self.calls.append(stop)
             if self.scene.becomes_command and stop.call == "execve" and not stop.before and not self._is_victim():
                 self.end = "became the command"
-            if self.point.is_at(stop):
-                self.call, self.held = stop.call, _held(self._victim.pid)
-                if self.point.how == "kill":
-                    self._traced.kill()
-                    break
-                if not self.scene.needs_stops:
-                    self._traced.leave(signal.SIGUSR1)
-                    break
-                self._traced.send(signal.SIGUSR1)
-            else:
+            if not self.point.is_at(stop):
                 self.scene.at(stop)
+            elif self._strike(self._traced, stop):
+                break
             if self.end:
                 break
         if self._traced.status is None and self.end:
-            if self.call == "execve":  # it meets the signal as the command
-                self._traced.join()
-            else:
-                self._traced.kill()
-                if self.call:
-                    self.violations.append("the exception was swallowed")
+            self._end_command(self._traced)
         status = self._traced.status
         if status is not None:
-            self._alive, self._victim.status = False, status
+            self._alive = False
+            self._victim.status = status
             self.end = "ended by the signal" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+
+    def _strike(self, traced: Traced, stop: Stop) -> bool:
+        """Kill or interrupt the victim, which stands at this stop. Returns whether its next stops do not matter."""
+        self.call = stop.call
+        self.held = _held(self._victim.pid)
+        if self.point.how == "kill":
+            traced.kill()
+            return True
+        if self.scene.needs_stops:
+            traced.send(signal.SIGUSR1)
+            return False
+        traced.leave(signal.SIGUSR1)
+        return True
+
+    def _end_command(self, traced: Traced) -> None:
+        """End the command that the victim has become. If it was interrupted before, that came to nothing."""
+        if self.call == "execve":  # it meets the signal as the command
+            traced.join()
+            return
+        traced.kill()
+        if self.call:
+            self.violations.append("the exception was swallowed")
 
     def _is_victim(self) -> bool:
         """Whether execve(2) failed, and it is still the program that it was."""
@@ -393,43 +412,70 @@ class Outcome:
 
     def look_after(self) -> None:
         """The process, if it lives, has everything as before; the next ones are served, and nothing lies about."""
-        stage, scene = self.stage, self.scene
         if self._alive:
             self._examine()
-        elif scene.child:
-            os.kill(scene.child, signal.SIGKILL)
-            while not procfs.has_ended(scene.child):
-                time.sleep(0.0002)
-            scene.child = 0
-        if scene.inside:
+        elif self.scene.child:
+            self._end_child()
+        if self.scene.inside:
             self._claim_inside()
-        if scene.shared:
-            sharer = self._start("the next sharer", claims(GPUS, share="50%"), other=True)
-            self._served(sharer)
-            let_go(sharer)
-        first = self._start("the next claimer", claims(GPUS, _SOON if scene.helpers else 0.0), other=True)
-        if scene.helpers:
-            stage.until_queued(first)
-            for position, helper in enumerate(scene.helpers):
-                if position:
-                    helper.expect("holds")
-                let_go(helper)
-        self._served(first)
-        second = self._victim if self._alive else self._start("one more claimer", claims(GPUS, _SOON))
+        if self.scene.shared:
+            self._claim_beside()
+        first = self._next_claimer()
+        self._claim_again(first)
         if self._alive:
+            more = self._more_descriptors()
+            if more:
+                self.violations.append(f"descriptors are left: {more}")
+        self.violations += self.stage.referee.violations()
+        self._add_flaws()
+
+    def _end_child(self) -> None:
+        """End the forked child, which has outlived the victim."""
+        os.kill(self.scene.child, signal.SIGKILL)
+        while not procfs.has_ended(self.scene.child):
+            time.sleep(0.0002)
+        self.scene.child = 0
+
+    def _claim_beside(self) -> None:
+        """Beside the helper that shares all GPUs there is room for another one."""
+        sharer = self._start("the next sharer", self.stage.claims(GPUS, share="50%"), other=True)
+        self._expect_all(sharer)
+        let_go(sharer)
+
+    def _next_claimer(self) -> Actor:
+        """Somebody who gets all GPUs as soon as the helpers have had theirs and let go."""
+        timeout = _SOON if self.scene.helpers else 0.0
+        first = self._start("the next claimer", self.stage.claims(GPUS, timeout), other=True)
+        if self.scene.helpers:
+            self.stage.until_queued(first)
+            holder, *waiters = self.scene.helpers
+            let_go(holder)
+            for waiter in waiters:
+                waiter.expect("holds")
+                let_go(waiter)
+        self._expect_all(first)
+        return first
+
+    def _claim_again(self, first: Actor) -> None:
+        """The victim, if it lives, or else another one, waits behind one that holds all GPUs, and is served."""
+        if self._alive:
+            second = self._victim
             second.tell("claim")
-        stage.until_queued(second)
+        else:
+            second = self._start("one more claimer", self.stage.claims(GPUS, _SOON))
+        self.stage.until_queued(second)
         if second.line.poll(0):
             raise Failure(
                 f"a GPU is booked twice: {second.name} says {second.line.recv()} while the next claimer holds all"
             )
         let_go(first)
-        self._served(second)
+        self._expect_all(second)
         let_go(second)
-        if self._alive and (more := self._more_descriptors()):
-            self.violations.append(f"descriptors are left: {more}")
-        flaws = stage.flaws()
-        if scene.first_use and flaws and "/." in flaws[0].replace("left: ", "/"):
+
+    def _add_flaws(self) -> None:
+        """Nothing is left in the files."""
+        flaws = self.stage.flaws()
+        if self.scene.first_use and flaws and "/." in flaws[0].replace("left: ", "/"):
             del flaws[0]  # the directory that was not named yet when its maker died
         self.violations += flaws
 
@@ -450,11 +496,12 @@ class Outcome:
 
     def _claim_inside(self) -> None:
         """The outer claim holds its GPUs, and gives them to those inside it."""
-        refused = self._start("a rival of the outer claim", claims(GPUS - self.scene.inside + 1), other=True)
+        rival = self.stage.claims(GPUS - self.scene.inside + 1)
+        refused = self._start("a rival of the outer claim", rival, other=True)
         refused.expect("refused")
         os.environ["SAFE_GPU_SCOPE"] = self.scene.token  # type: ignore[attr-defined]
         try:
-            inner = self._start("the next claim inside", claims(self.scene.inside))
+            inner = self._start("the next claim inside", self.stage.claims(self.scene.inside, inside=True))
         finally:
             del os.environ["SAFE_GPU_SCOPE"]
         inner.expect("holds")
@@ -470,11 +517,14 @@ class Outcome:
             time.sleep(0.005)
         return more
 
-    def _served(self, actor: Actor) -> None:
-        if len(set(uuids := actor.expect("holds")[1])) != GPUS:
+    def _expect_all(self, actor: Actor) -> None:
+        """It has claimed all GPUs, or does so next."""
+        _, uuids, _ = actor.expect("holds")
+        if len(set(uuids)) != GPUS:
             raise Failure(f"{actor.name} got {uuids}")
 
     def _start(self, name: str, work: Work, *, other: bool = False) -> Actor:
+        """Start a process that does not outlive this crash."""
         self._actors.append(self.stage.start(name, work, other=other))
         return self._actors[-1]
 
@@ -492,6 +542,7 @@ class Outcome:
 
 
 _KINDS = {"host.lock": "host.lock", "/claims/": "claim", "/queue/": "ticket"}
+"""A part of the path of a file -> what has it that locks it, in the order in which this is told."""
 
 
 def _held(pid: int) -> str:
@@ -500,62 +551,71 @@ def _held(pid: int) -> str:
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/{pid}/fd/{name}")
-            kind = next((one for part, one in _KINDS.items() if part in path), "")
-            if kind:
-                with open(f"/proc/{pid}/fdinfo/{name}") as file:
-                    if "lock:" in file.read():
-                        found.add(kind)
-    return " + ".join(sorted(found, key=list(_KINDS.values()).index)) or "nothing"
+            if "lock:" in Path(f"/proc/{pid}/fdinfo/{name}").read_text():
+                found.update(kind for part, kind in _KINDS.items() if part in path)
+    return " + ".join(kind for kind in _KINDS.values() if kind in found) or "nothing"
 
 
-def _victim(scene: Scene, broken: str) -> Work:
-    def work(line: Connection) -> None:
-        raised: list[int] = []
-        ignored: list[str] = []
+class Victim:
+    """What the process does that crashes.
 
-        def interrupt(number: int, frame: Any) -> None:
-            err = Interrupt()
-            raised.append(id(err))
-            raise err
+    Args:
+        broken: a build of ``support.broken``, which it is.
+    """
 
-        sys.unraisablehook = lambda one: ignored.append(f"{one.exc_value!r} in {one.object!r}")
-        signal.signal(signal.SIGUSR1, interrupt)
-        break_build(broken)
+    def __init__(self, stage: Stage, scene: Scene, broken: str) -> None:
+        self._stage = stage
+        self._scene = scene
+        self._broken = broken
+        self._raised: list[int] = []  # the exceptions of the signal handler, by their ids
+        self._ignored: list[str] = []  # those that Python could raise nowhere
+
+    def live(self, line: Connection) -> None:
+        """Do the operation, say what came of it and what is otherwise than before, and then what it is told to."""
+        sys.unraisablehook = lambda one: self._ignored.append(f"{one.exc_value!r} in {one.object!r}")
+        signal.signal(signal.SIGUSR1, self._interrupt)
+        break_build(self._broken)
         before = process_state()
-        scene.prepare(line)
-        if not scene.ends_claim:
+        self._scene.prepare(line)
+        if not self._scene.ends_claim:
             before = process_state()
-        line.send(("ready", scene.child))
+        line.send(("ready", self._scene.child))
         begin()
         said = "done"
         try:
-            scene.operate()
+            self._scene.operate()
         except Interrupt as err:
-            said = "raised" if id(err) in raised else repr(err)
+            said = "raised" if id(err) in self._raised else repr(err)
         except BaseException as err:
             said = f"{err!r} after {err.__context__!r}"
         end()
+        uuids = []
         owner = current_owner()
-        uuids = [gpu.uuid for gpu in owner.gpus] if owner else []
         if owner is not None:
+            uuids = [gpu.uuid for gpu in owner.gpus]
             owner.release_gpus()
-        changed = process_state().changes(before) if said == "raised" else {}
+        changed: dict[str, Any] = {}
+        if said == "raised":
+            changed = process_state().changes(before)
         for name in ("descriptors", "threads"):  # some end a moment later
             changed.pop(name, None)
-        line.send(("over", said, ignored, changed, uuids))
-        _obey(line, before)
+        line.send(("over", said, self._ignored, changed, uuids))
+        self._obey(line, before)
 
-    return work
+    def _interrupt(self, number: int, frame: Any) -> None:
+        """The signal handler."""
+        err = Interrupt()
+        self._raised.append(id(err))
+        raise err
 
-
-def _obey(line: Connection, before: ProcessState) -> None:
-    """What the victim does after its operation: what it is told to."""
-    while True:
-        if line.recv() == "claim":
-            claims(GPUS, _SOON)(line)
-        else:
-            now = process_state().descriptors
-            line.send({number: path for number, path in now.items() if before.descriptors.get(number) != path})
+    def _obey(self, line: Connection, before: ProcessState) -> None:
+        """Claim when told to, or say which descriptors are there that were not before."""
+        while True:
+            if line.recv() == "claim":
+                self._stage.claims(GPUS, _SOON)(line)
+            else:
+                now = process_state().descriptors
+                line.send({number: path for number, path in now.items() if before.descriptors.get(number) != path})
 
 
 _Row = tuple[str, str, str, bool, str]
@@ -563,7 +623,6 @@ _Row = tuple[str, str, str, bool, str]
 
 _VIOLATION = "VIOLATION"
 _SKIPPED = 77
-_REPORT_INTERVAL = 60.0  # seconds
 _PATIENCE, _SHORT_PATIENCE = 15.0, 2.0  # how long anything may take before it counts as hung, seconds
 
 
@@ -588,16 +647,17 @@ def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Po
 def table(rows: Mapping[_Row, int]) -> str:
     """System calls of each operation, before and after, with what the process held there and what became of it."""
     text = []
-    for group in dict.fromkeys(row[:2] for row in rows):
-        found = sorted((row[2:], count) for row, count in rows.items() if row[:2] == group)
-        bad = sum(count for (*_, end), count in found if end == _VIOLATION)
-        text.append(f"\n{', '.join(group)}: {sum(count for _, count in found)} points, {bad} violations")
-        for (call, after, what), count in found:
+    for operation, how in dict.fromkeys(row[:2] for row in rows):
+        found = {row[2:]: count for row, count in rows.items() if row[:2] == (operation, how)}
+        bad = sum(count for (*_, end), count in found.items() if end == _VIOLATION)
+        text.append(f"\n{operation}, {how}: {sum(found.values())} points, {bad} violations")
+        for (call, after, what), count in sorted(found.items()):
             text.append(f"  {call:16} {'after' if after else 'before':6} {count:5}  {what}")
     return "\n".join(text)
 
 
 def _end_of(outcome: Outcome) -> str:
+    """What the table says of an outcome."""
     if outcome.violations:
         return _VIOLATION
     if not outcome.call:
@@ -607,8 +667,37 @@ def _end_of(outcome: Outcome) -> str:
     return f"{outcome.end}, held {outcome.held}"
 
 
+def _crash_all(stage: Stage, args: argparse.Namespace) -> int:
+    """Crash at the points that were asked for, and print what came of it; the exit status."""
+    began = time.monotonic()
+    points = [point for name in args.operation or SCENES for point in points_of(stage, name, args)]
+    if args.sample is not None and args.sample < len(points):
+        print(f"{args.sample} of {len(points)} points, seed {args.seed}", flush=True)
+        points = random.Random(args.seed).sample(points, args.sample)
+    rows: Counter[_Row] = Counter()
+    bad = 0
+    minutes = EachMinute()
+    with suppress(KeyboardInterrupt):  # with a table of those that were visited
+        for point in points:
+            if minutes.has_passed():
+                print(f"{rows.total()} of {len(points)} points", file=sys.stderr, flush=True)
+            outcome = crash(stage, point, args.broken)
+            end = _end_of(outcome)  # alone: thousands of outcomes make every fork slow
+            rows[point.operation, point.how, outcome.call or "(over before)", not point.before, end] += 1
+            for violation in outcome.violations:
+                what = f"{outcome.call} held {outcome.held}: {violation}"
+                print(violation_text(what, point.command()), flush=True)
+            if outcome.violations:
+                bad += 1
+                if args.broken:
+                    break
+    print(table(rows))
+    print(f"\n{rows.total()} points, {bad} with violations, {time.monotonic() - began:.0f} s")
+    return 1 if bad else 0
+
+
 def main() -> int:
-    parser = parser_with_seed(__doc__, BROKEN)
+    parser = parser_with_seed(__doc__)
     parser.add_argument("--operation", choices=SCENES, action="append", help="only this one; may be repeated")
     parser.add_argument("--how", choices=HOW, help="only this way to crash")
     parser.add_argument("--sample", type=int, metavar="N", help="only N points")
@@ -617,40 +706,15 @@ def main() -> int:
     parser.add_argument("--when", choices=("before", "after"), help="only before, or only after")
     parser.add_argument("--thread", type=int, default=0, help="of --at: 0 is the main thread")
     args = parser.parse_args()
-    if reason := refusal():
+    reason = refusal()
+    if reason:
         print(f"skipped: {reason}")
         return _SKIPPED
-    logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
+    keep_quiet()
     import_everything()
     gc.freeze()  # forked processes share what is there
     with closing(Stage(patience=_SHORT_PATIENCE if args.broken else _PATIENCE)) as stage:
         return _crash_all(stage, args)
-
-
-def _crash_all(stage: Stage, args: argparse.Namespace) -> int:
-    began = time.monotonic()
-    points = [point for name in args.operation or SCENES for point in points_of(stage, name, args)]
-    if args.sample is not None and args.sample < len(points):
-        print(f"{args.sample} of {len(points)} points, seed {args.seed}", flush=True)
-        points = random.Random(args.seed).sample(points, args.sample)
-    rows: Counter[_Row] = Counter()
-    bad, due = 0, began + _REPORT_INTERVAL
-    with suppress(KeyboardInterrupt):  # with a table of those that were visited
-        for point in points:
-            if time.monotonic() >= due:
-                due += _REPORT_INTERVAL
-                print(f"{rows.total()} of {len(points)} points", file=sys.stderr, flush=True)
-            outcome = crash(stage, point, args.broken)
-            end = _end_of(outcome)  # alone: thousands of outcomes make every fork slow
-            rows[point.operation, point.how, outcome.call or "(over before)", not point.before, end] += 1
-            for violation in outcome.violations:
-                print(f"VIOLATION: {outcome.call} held {outcome.held}: {violation}\n    {point.command()}", flush=True)
-            bad += bool(outcome.violations)
-            if args.broken and bad:
-                break
-    print(table(rows))
-    print(f"\n{rows.total()} points, {bad} with violations, {time.monotonic() - began:.0f} s")
-    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ kills A and closes two of its descriptors, from the highest down ('A^2' up, 'A%2
 waiter that was passed, or a process that never ends.
 """
 
-import logging
+import argparse
 import math
 import os
 import random
@@ -25,19 +25,20 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from common import parser_with_seed
-from interleave_host import Host, Move, Ran, Run, Schedule, VoidError, end_with_parent
+import common  # noqa: F401 - says where the package and the support of its tests are
+from interleave_host import Host
 from interleave_racer import DEATHS, ENDLESS, GO, HELD, INTERRUPT
+from interleave_run import Move, Ran, Run, Schedule, VoidError
 from interleave_scenes import SCENES, Scene
-from support.broken import BROKEN
+from stress import EachMinute, keep_quiet, parser_with_seed, violation_text
+from support.kernel import end_with_parent
 from support.stage import simulate
 
 from safe_gpu.claim import search
 
-_ENOUGH = 3  # faults of one scene
-_REPORT_INTERVAL = 60.0  # seconds
+_ENOUGH = 3  # violations in one scene
 _MOST_MISSES = 300  # draws one after the other, all of what was tried
 _LOOKS = re.compile(f"(ask|list|read|poll|connect) |.*{HELD}$")  # steps that change nothing
 
@@ -58,42 +59,63 @@ class Node(NamedTuple):
 
     @property
     def mark(self) -> int:
-        """Return what is the same if all that comes is."""
+        """What is the same if all that comes is."""
         return hash((self.state, str(self.schedule[-1:]), self.preemptions, self.struck))
+
+    def then(self, move: Move, preemptions: int) -> "Node":
+        """The schedule that goes on with this move, which is so many preemptions."""
+        return self._replace(schedule=(*self.schedule, move), preemptions=self.preemptions + preemptions)
 
 
 def children(scene: Scene, node: Node, made: list[Ran], most: int) -> Iterator[Node]:
     """Yield the schedules that go on otherwise than a run did, after what it was asked for. Each comes of one run."""
+    asked = len(node.schedule)
     done: Schedule = ()
     for number, ran in enumerate(made):
-        name, free = ran.move.task, number >= len(node.schedule)
-        if free:
+        if number >= asked:
             here = node._replace(schedule=done, state=ran.states[0])
-            yield from _strikes(scene, here, ran.alive, 0)
-            for other, preempts in ran.before.items():
-                if other != name and node.preemptions + preempts <= most:
-                    yield _next(here, Move(other), preempts)
-        if ran.move.steps == ENDLESS and number >= len(node.schedule) - 1:
-            for steps, last in enumerate(ran.steps[:-1], 1):
+            yield from _instead(scene, here, ran, most)
+        if number >= asked - 1 and ran.move.steps == ENDLESS:
+            for steps in range(1, len(ran.steps)):
                 there = (*done, ran.move._replace(steps=steps))
                 here = node._replace(schedule=there, state=ran.states[steps])
-                if steps <= ran.living and not _LOOKS.match(last):  # to be killed before a look is the same
-                    yield from _strikes(scene, here, ran.alive & {name}, 0)
-                if node.preemptions < most:
-                    yield from _strikes(scene, here, ran.alive - {name}, 1)
-                    yield from (_next(here, Move(other), 1) for other, since in ran.others.items() if since <= steps)
+                yield from _after(scene, here, ran, steps, most)
         done = (*done, ran.move)
 
 
-def _next(node: Node, move: Move, cost: int) -> Node:
-    return node._replace(schedule=(*node.schedule, move), preemptions=node.preemptions + cost)
+def _instead(scene: Scene, here: Node, ran: Ran, most: int) -> Iterator[Node]:
+    """Yield the schedules in which another move is made than this one was."""
+    yield from _strikes(scene, here, ran.alive, 0)
+    for other, preempts in ran.before.items():
+        if other != ran.move.task and here.preemptions + preempts <= most:
+            yield here.then(Move(other), int(preempts))
+
+
+def _after(scene: Scene, here: Node, ran: Ran, steps: int, most: int) -> Iterator[Node]:
+    """Yield the schedules in which a move ends after so many steps."""
+    own = {ran.move.task}
+    is_look = _LOOKS.match(ran.steps[steps - 1])
+    if steps <= ran.living and not is_look:  # to be killed before a look is the same
+        yield from _strikes(scene, here, ran.alive & own, 0)
+    if here.preemptions < most:
+        yield from _strikes(scene, here, ran.alive - own, 1)
+        for other, since in ran.others.items():
+            if since <= steps:
+                yield here.then(Move(other), 1)
 
 
 def _strikes(scene: Scene, node: Node, whom: Iterable[str], cost: int) -> Iterator[Node]:
-    """Yield the schedules in which one of these is killed or interrupted now."""
-    for name in () if node.struck else sorted(whom):
-        for kind in (scene.deaths if name in scene.kill else "") + (INTERRUPT if name in scene.interrupt else ""):
-            yield _next(node, Move(name, kind=kind), cost)._replace(struck=True)
+    """Yield the schedules in which one of these is killed or interrupted now, which costs so many preemptions."""
+    if node.struck:
+        return
+    for name in sorted(whom):
+        kinds = ""
+        if name in scene.kill:
+            kinds += scene.deaths
+        if name in scene.interrupt:
+            kinds += INTERRUPT
+        for kind in kinds:
+            yield node.then(Move(name, kind=kind), cost)._replace(struck=True)
 
 
 class _EnoughError(Exception):
@@ -109,100 +131,127 @@ class Search:
 
     Attributes:
         schedules: how many were tried.
-        faults: schedules, and what is wrong.
+        found: schedules with violations, and these.
     """
 
-    def __init__(self, scene: str, args: Any, seconds: float) -> None:
+    def __init__(self, scene: str, args: argparse.Namespace, seconds: float) -> None:
+        self.schedules = 0
+        self.found: list[tuple[str, list[str]]] = []
         self._name = scene
-        self._most, self._sample, self._seconds, self._broken = args.preemptions, args.sample, seconds, args.broken
+        self._scene = SCENES[scene]
+        self._args = args
+        self._seconds = seconds
         begin = parse(args.begin)
         self._root = Node(begin, struck=any(move.kind != GO for move in begin))
         self._chance = random.Random(args.seed)
         self._tried: dict[Schedule, list[Node]] = {}
         self._marks: set[int] = set()
-        self.schedules = self._alike = self._void = 0
-        self.faults: list[tuple[str, list[str]]] = []
+        self._alike = 0
+        self._void = 0
+        self._began = time.monotonic()
+        self._minutes = EachMinute()
 
     def run(self) -> None:
         """Try them, and print what came of it."""
         signal.signal(signal.SIGTERM, lambda *about: sys.exit(1))  # and not before the host is cleared away
-        self._began = time.monotonic()
-        self._due = self._began + _REPORT_INTERVAL
-        with closing(Host(SCENES[self._name], self._broken)) as self._host, suppress(_EnoughError):
-            if self._sample is None and self._seconds == math.inf:
-                self._try_all()
+        with closing(Host(self._scene, self._args.broken)) as host, suppress(_EnoughError):
+            if self._args.sample is None and self._seconds == math.inf:
+                self._try_all(host)
             else:
-                first, misses = list(self._try(self._root)), 0
-                while misses < _MOST_MISSES:
-                    misses = 0 if self._draw(first) else misses + 1
+                self._draw_all(host)
+        print(self._report(), flush=True)
+
+    def _report(self) -> str:
+        """How many were tried, and what was wrong in which."""
         took = time.monotonic() - self._began
         text = f"{self._name:28} {self.schedules:6} schedules, {self._alike:6} like others, {self._void:4} void, "
-        text += f"{took:5.0f} s, {took * 1000 / self.schedules:4.0f} ms each, {len(self.faults)} faults"
-        for schedule, faults in self.faults:
+        text += f"{took:5.0f} s, {took * 1000 / self.schedules:4.0f} ms each, {len(self.found)} with violations"
+        for schedule, violations in self.found:
             again = f"tools/interleave.py --scene {self._name} --replay '{schedule}'"
-            text += f"\nFAULT: {'; '.join(faults)}\n    {again}"
-        print(text, flush=True)
+            text += "\n" + violation_text("; ".join(violations), again)
+        return text
 
-    def _try(self, node: Node) -> Iterator[Node]:
+    def _try(self, host: Host, node: Node) -> list[Node]:
+        """Make a schedule. Returns those that go on otherwise.
+
+        Raises:
+            _EnoughError: the search is over.
+        """
         try:
-            run = Run(self._host, node.schedule)
+            run = Run(host, node.schedule)
         except VoidError:
             self._void += 1
-            return iter(())
+            return []
         self.schedules += 1
-        if run.faults:
-            self.faults.append((" ".join(map(str, node.schedule)), run.faults))
-        now = time.monotonic()
-        if now >= self._due:
-            self._due = now + _REPORT_INTERVAL
+        if run.violations:
+            self.found.append((" ".join(str(move) for move in node.schedule), run.violations))
+        if self._minutes.has_passed():
             print(f"{self._name}: {self.schedules} schedules", file=sys.stderr, flush=True)
-        late = now - self._began > self._seconds
-        if len(self.faults) == _ENOUGH or self.schedules == self._sample or late:
+        is_late = time.monotonic() - self._began > self._seconds
+        if len(self.found) == _ENOUGH or self.schedules == self._args.sample or is_late:
             raise _EnoughError
-        for number, ran in enumerate(run.made[len(node.schedule) :], len(node.schedule)):
+        asked = len(node.schedule)
+        for number, ran in enumerate(run.made[asked:], asked):
             done = tuple(one.move for one in run.made[: number + 1])
             self._marks.add(node._replace(schedule=done, state=ran.states[0]).mark)
-        return children(SCENES[self._name], node, run.made, self._most)
+        return list(children(self._scene, node, run.made, self._args.preemptions))
 
-    def _try_all(self) -> None:
+    def _try_all(self, host: Host) -> None:
         """Try all schedules, but of those that come to the same state and go on alike only one."""
         stack = [self._root]
         while stack:
-            for node in self._try(stack.pop()):
+            for node in self._try(host, stack.pop()):
                 if node.mark in self._marks:
                     self._alike += 1
                 else:
                     self._marks.add(node.mark)
                     stack.append(node)
 
-    def _draw(self, below: list[Node]) -> bool:
+    def _draw_all(self, host: Host) -> None:
+        """Try schedules that are drawn at random, until hardly any is new."""
+        first = self._try(host, self._root)
+        misses = 0
+        while misses < _MOST_MISSES:
+            if self._draw(host, first):
+                misses = 0
+            else:
+                misses += 1
+
+    def _draw(self, host: Host, below: list[Node]) -> bool:
         """Go from schedule to schedule by chance, to one that has all that it may. Returns whether any was new."""
-        new, depth = False, 0
+        is_new = False
+        depth = 0
         while below:
             node = self._chance.choice(below)
-            if node.schedule not in self._tried:
-                found = list(self._try(node))
-                self._tried[node.schedule] = [] if depth else found  # of all it would be too much
-                below, new = found, True
-            else:
+            if node.schedule in self._tried:
                 below = self._tried[node.schedule]
+            else:
+                is_new = True
+                below = self._try(host, node)
+                # Those below others are not kept: of all it would be too much.
+                self._tried[node.schedule] = below if depth == 0 else []
             depth += 1
-        return new
+        return is_new
+
+
+_KINDS = "".join(re.escape(kind) for kind in (*DEATHS, INTERRUPT))
+_MOVE = re.compile(rf"([A-F]|[a-f]+)([{_KINDS}]?)(\d*)")
 
 
 def parse(text: str) -> Schedule:
-    """Return the schedule that was printed so."""
+    """The schedule that was printed so."""
     moves = []
     for word in text.split():
-        found = re.fullmatch(rf"([A-F]|[a-f]+)([{''.join(map(re.escape, (*DEATHS, INTERRUPT)))}]?)(\d*)", word)
+        found = _MOVE.fullmatch(word)
         if found is None:
             raise SystemExit(f"{word!r} is no move: A, A17, A!, A!2, A~ are some")
-        moves.append(Move(found[1], int(found[3] or ENDLESS), found[2] or GO))
+        task, kind, steps = found.groups()
+        moves.append(Move(task, int(steps or ENDLESS), kind or GO))
     return tuple(moves)
 
 
 def replay(scene: str, broken: str, schedule: Schedule) -> int:
-    """Make one schedule, and print each step of it."""
+    """Make one schedule, and print each step of it; the exit status."""
     try:
         with closing(Host(SCENES[scene], broken)) as host:
             run = Run(host, schedule)
@@ -212,17 +261,62 @@ def replay(scene: str, broken: str, schedule: Schedule) -> int:
     number = 0
     for ran in run.made:
         print(f"-- {ran.move}")
+        indent = "  " * (ord(ran.move.task[0].upper()) - ord("A"))
         for one in ran.log:
-            number += isinstance(one, str)
-            told = one if isinstance(one, str) else " ".join(map(str, one)).upper()
-            print(f"{number:5} {'  ' * (ord(ran.move.task[0].upper()) - ord('A'))}{ran.move.task} {told}")
-    for fault in run.faults:
-        print(f"FAULT: {fault}")
-    return 1 if run.faults else 0
+            if isinstance(one, str):
+                number += 1
+                told = one
+            else:
+                told = " ".join(str(word) for word in one).upper()
+            print(f"{number:5} {indent}{ran.move.task} {told}")
+    for violation in run.violations:
+        print(violation_text(violation))
+    return 1 if run.violations else 0
+
+
+def scenes_of(asked: list[str] | None) -> list[str]:
+    """The names of the scenes that were asked for, by name or by the beginnings of their names; None: all."""
+    if asked is None:
+        names = list(SCENES)
+    else:
+        beginnings = tuple(word for word in asked if word not in SCENES)
+        names = [name for name in SCENES if name in asked or name.startswith(beginnings)]
+    if os.geteuid() != 0:
+        names = [name for name in names if not SCENES[name].users]
+    return names
+
+
+def _become_reproducible(checkout: str | None) -> None:
+    """Start anew where the order of sets is not always the same, since that is part of a schedule.
+
+    Args:
+        checkout: of the package that is imported then; None: the one of this tool.
+    """
+    if os.environ.get("PYTHONHASHSEED") == "0":
+        return
+    os.environ["PYTHONHASHSEED"] = "0"
+    if checkout:
+        os.environ["SAFE_GPU_CHECKOUT"] = checkout
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def _import_once() -> None:
+    """Import in this process all that is forked."""
+    simulate("gpus-1", "/nonexistent")
+    os.sched_yield = lambda: None
+    search.import_all()
+    search.import_all = lambda: None  # type: ignore[assignment]
+
+
+def _search(args: argparse.Namespace, seconds: float, scene: str) -> tuple[int, int]:
+    """Search a scene. Returns how many schedules were tried, and how many had violations."""
+    search = Search(scene, args, seconds)
+    search.run()
+    return search.schedules, len(search.found)
 
 
 def main() -> int:
-    parser = parser_with_seed(__doc__, BROKEN)
+    parser = parser_with_seed(__doc__)
     parser.add_argument("--scene", action="append", metavar="NAME", help="only this one, or those that begin so")
     parser.add_argument("--preemptions", type=int, default=1, metavar="K", help="at most so many (default 1)")
     parser.add_argument("--sample", type=int, metavar="N", help="only so many of each scene, drawn at random")
@@ -232,32 +326,19 @@ def main() -> int:
     parser.add_argument("--replay", metavar="SCHEDULE", help="make this one, of one scene, and print its steps")
     parser.add_argument("--checkout", metavar="DIR", help="of the package that the processes import; default: this")
     args = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a schedule
-        there = {"SAFE_GPU_CHECKOUT": args.checkout} if args.checkout else {}
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0", **there})
-    logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
-    simulate("gpus-1", "/nonexistent")
-    os.sched_yield = lambda: None
-    search.import_all()  # once, for all that are forked
-    search.import_all = lambda: None  # type: ignore[assignment]
-    asked = tuple(args.scene or [""])
-    names = [name for name in SCENES if name in asked or name.startswith(tuple({*asked} - SCENES.keys()))]
-    names = [name for name in names if not (SCENES[name].users and os.geteuid())]
+    _become_reproducible(args.checkout)
+    keep_quiet()
+    _import_once()
+    names = scenes_of(args.scene)
     if args.replay is not None:
         return replay(args.scene[0], args.broken, parse(args.replay))
     seconds = args.minutes * 60 * args.jobs / len(names)
     # multiprocessing.Pool may deadlock in terminate(), with which it ends (CPython issue 73945).
     with ProcessPoolExecutor(args.jobs, get_context("fork"), end_with_parent, (signal.SIGTERM,)) as pool:
-        found = [*pool.map(partial(_search, args, seconds), names)]
-    print(f"{sum(tried for tried, _ in found)} schedules, {sum(faults for _, faults in found)} with faults")
-    return int(any(faults for _, faults in found))
-
-
-def _search(args: Any, seconds: float, scene: str) -> tuple[int, int]:
-    """Search a scene. Returns how many schedules were tried, and how many had faults."""
-    search = Search(scene, args, seconds)
-    search.run()
-    return search.schedules, len(search.faults)
+        found = list(pool.map(partial(_search, args, seconds), names))
+    bad = sum(violations for _, violations in found)
+    print(f"{sum(tried for tried, _ in found)} schedules, {bad} with violations")
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

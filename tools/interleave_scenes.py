@@ -1,8 +1,7 @@
-"""What racers do in each scene, and the referee: who may have which GPU, by what they said and by nothing else."""
+"""What racers do in each scene, and what is expected of them."""
 
 import fcntl
 import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,13 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from interleave_racer import CONTENT, Racer
-from support.referee import Part, booked_twice
-from support.stage import left_behind, simulate
 
 import safe_gpu
 from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination import own_entry
-from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.simulated import PRESETS, WHOLE, SimulatedContext, SimulatedDriver, find_preset
 from safe_gpu.gpus.devices import Gpu
@@ -44,12 +40,14 @@ class Plan(NamedTuple):
         at: the number of its state directory.
         inside: the racer inside whose claim it claims.
         after: it begins when that one has its GPUs, or is over.
+        closes: whether it closes GPUs.
     """
 
     act: Act
     at: int = 1
     inside: str = ""
     after: str = ""
+    closes: bool = False
 
 
 class Device(NamedTuple):
@@ -67,9 +65,10 @@ class Device(NamedTuple):
 
 
 def device_of(gpu: Gpu) -> Device:
-    """Return what a device of the driver is."""
-    cards = [card.gpu.whole for card in find_preset(os.environ["SAFE_GPU_DRIVER"].partition(":")[2]).cards]
-    return Device(cards.index(gpu.whole), gpu.uuid if gpu.is_piece else "", gpu.mode)
+    """What a device of the driver is."""
+    cards = [card.gpu.whole for card in find_preset(host_of_racer()).cards]
+    piece = gpu.uuid if gpu.is_piece else ""
+    return Device(cards.index(gpu.whole), piece, gpu.mode)
 
 
 def claims(
@@ -90,47 +89,90 @@ def claims(
 
     Args:
         lingers: for so many seconds a context of its own stays on a GPU that it has given back.
+        ends: "by release" or "by exec".
+        options: of the claim.
     """
-    options = {"timeout": 0, **options}
+    claimer = Claimer(
+        nb_gpus,
+        inside=inside,
+        hold=hold,
+        times=times,
+        context=context,
+        lingers=lingers,
+        becomes_command=ends == "by exec",
+        older=older,
+        options={"timeout": 0, **options},
+    )
+    return Plan(claimer.act, at, inside, after or inside)
 
-    def act(racer: Racer) -> None:
-        os.environ["SAFE_GPU_LEGACY_LOCK"] = "auto" if older else "never"
-        if inside:
-            os.environ["SAFE_GPU_SCOPE"] = _scope_of(racer.base, inside)
-        for _ in range(times):
-            placeholder = None if context else safe_gpu.NoPlaceholder()
-            try:
-                owner = safe_gpu.GPUOwner(nb_gpus, placeholder, affinity=None, **options)
-            except (safe_gpu.SafeGpuError, KeyboardInterrupt) as err:
-                racer.say("refused", type(err).__name__)
-                continue
-            if options.get("delegate"):
-                Path(racer.base, f"scope-{racer.name}").write_text(os.environ["SAFE_GPU_SCOPE"])
-            devices = [device_of(gpu) for gpu in owner.gpus]
-            racer.say("has", devices, owner.share)
-            kept = simulated_driver().occupy(owner.gpus[0].uuid) if lingers else None
-            try:
-                if ends == "by exec":
-                    owner.keep_across_exec()
-                    racer.exec()
-                time.sleep(hold)
-                racer.say("gives back")
-                if ends == "by exec":
-                    racer.die()
-                owner.release_gpus()
-            except KeyboardInterrupt:
-                racer.say("gives back")
-                owner.release_gpus()
-            racer.say("has given back")
-            if kept is not None:
-                stay(racer, kept, devices[:1], lingers)
 
-    return Plan(act, at, inside, after or inside)
+@dataclass
+class Claimer:
+    """What a racer does that claims; see :func:`claims`."""
+
+    nb_gpus: int
+    inside: str
+    hold: float
+    times: int
+    context: bool
+    lingers: float
+    becomes_command: bool
+    older: bool
+    options: dict[str, Any]
+
+    def act(self, racer: Racer) -> None:
+        """Claim, hold and give back, as often as it is to."""
+        os.environ["SAFE_GPU_LEGACY_LOCK"] = "auto" if self.older else "never"
+        if self.inside:
+            os.environ["SAFE_GPU_SCOPE"] = _scope_of(racer.base, self.inside)
+        for _ in range(self.times):
+            owner = self._claim(racer)
+            if owner is not None:
+                self._use(racer, owner)
+
+    def _claim(self, racer: Racer) -> safe_gpu.GPUOwner | None:
+        """Claim; None if that was refused or interrupted."""
+        placeholder = None if self.context else safe_gpu.NoPlaceholder()
+        try:
+            return safe_gpu.GPUOwner(self.nb_gpus, placeholder, affinity=None, **self.options)
+        except (safe_gpu.SafeGpuError, KeyboardInterrupt) as err:
+            racer.say("refused", type(err).__name__)
+            return None
+
+    def _use(self, racer: Racer, owner: safe_gpu.GPUOwner) -> None:
+        """Hold what was claimed, and give it back."""
+        if self.options.get("delegate"):
+            Path(racer.base, f"scope-{racer.name}").write_text(os.environ["SAFE_GPU_SCOPE"])
+        devices = [device_of(gpu) for gpu in owner.gpus]
+        racer.say("has", devices, owner.share)
+        kept = None
+        if self.lingers:
+            kept = simulated_driver().occupy(owner.gpus[0].uuid)
+        try:
+            if self.becomes_command:
+                owner.keep_across_exec()
+                racer.exec()
+            time.sleep(self.hold)
+            racer.say("gives back")
+            if self.becomes_command:
+                racer.die()
+            owner.release_gpus()
+        except KeyboardInterrupt:
+            racer.say("gives back")
+            owner.release_gpus()
+        racer.say("has given back")
+        if kept is not None:
+            stay(racer, kept, devices[:1], self.lingers)
+
+
+def host_of_racer() -> str:
+    """The name of the simulated host on which this racer is."""
+    return os.environ["SAFE_GPU_DRIVER"].partition(":")[2]
 
 
 def simulated_driver() -> SimulatedDriver:
     """The driver of a racer's host."""
-    return SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2])
+    return SimulatedDriver(host_of_racer())
 
 
 def stay(racer: Racer, context: SimulatedContext, devices: list[Any], seconds: float) -> None:
@@ -142,7 +184,7 @@ def stay(racer: Racer, context: SimulatedContext, devices: list[Any], seconds: f
 
 
 def _scope_of(base: str, racer: str) -> str:
-    """Return what the claim of a racer passes on to its children; before it has claimed, what names no claim."""
+    """What the claim of a racer passes on to its children; before it has claimed, what names no claim."""
     with suppress(FileNotFoundError):
         return Path(base, f"scope-{racer}").read_text()
     return "0" * 16
@@ -166,8 +208,9 @@ def old_package(hold: float = 0.03) -> Plan:
         with open(legacy.LOCK_FILE, "a") as file:
             fcntl.lockf(file.fileno(), fcntl.LOCK_EX)
             free = [gpu for gpu in driver.snapshot().gpus if not gpu.processes]
-            context = driver.occupy(free[0].uuid) if free else None
-            if context is not None:
+            context = None
+            if free:
+                context = driver.occupy(free[0].uuid)
                 racer.say("has", [device_of(free[0])], None)
             fcntl.lockf(file.fileno(), fcntl.LOCK_UN)
         if context is None:
@@ -195,17 +238,16 @@ def drains(gpu: int, hold: float = 0.03) -> Plan:
         racer.say("undrains", [gpu])
         os.unlink(path)
 
-    return Plan(act)
+    return Plan(act, closes=True)
 
 
 def divides(*modes: str, hold: float = 0.02) -> Plan:
     """An administrator who divides the first card otherwise, whoever uses it."""
 
     def act(racer: Racer) -> None:
-        name = os.environ["SAFE_GPU_DRIVER"].partition(":")[2]
-        driver = SimulatedDriver(name)
+        driver = simulated_driver()
         card = driver.idle.gpus[0].whole
-        label = f"simulated/{name}/{card}.mode"
+        label = f"tree/{host_of_racer()}/{card}.mode"
         for mode in modes:
             racer.whole(driver.divide, f"write {label}")(card, mode)
             racer.say(CONTENT, label, hash(mode))
@@ -259,11 +301,6 @@ class Scene:
     host_lock: bool = True
     apart: bool = False
 
-    def visit(self, base: str, number: int) -> None:
-        """Let this process use the state directory of that number."""
-        policy = {"SAFE_GPU_POLICY": f"{base}/etc/policy.ini"} if self.users else {}
-        simulate(self.host, f"{base}/{number}", SAFE_GPU_SIMULATED_DIR=f"{base}/simulated", **policy)
-
     def user(self, name: str) -> str:
         """The user of a racer."""
         return self.users["ABCDEF".index(name)]
@@ -281,7 +318,8 @@ class Scene:
             return make_entry(directory, number, said, **options)
 
         own_entry.make_entry = make_and_tell
-        os.setresuid(*[_FIRST_USER + ord(self.user(racer.name))] * 3)
+        uid = _FIRST_USER + ord(self.user(racer.name))
+        os.setresuid(uid, uid, uid)
 
     @property
     def host(self) -> str:
@@ -291,11 +329,11 @@ class Scene:
     @property
     def closes(self) -> bool:
         """Whether somebody closes GPUs."""
-        return any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
+        return any(plan.closes for plan in self.plans.values())
 
     @property
     def directories(self) -> list[int]:
-        """Return the numbers of the state directories."""
+        """The numbers of the state directories."""
         return sorted({plan.at for plan in self.plans.values()})
 
 
@@ -473,204 +511,3 @@ SCENES: dict[str, Scene] = {
         claims(**_OUTER), claims(**_INNER), claims(**_INNER), claims(), kill="A", deaths=_ANY, host_lock=False
     ),
 }
-
-
-_TICKET = re.compile(r"(rename|unlink) \d+/queue/(\d+)\.")
-_CLAIM = re.compile(r"rename \d+/claims/")
-_CLAIM_GONE = re.compile(r"unlink \d+/claims/")
-
-
-class Referee:
-    """Hears what racers say, in the order in which they say it, and knows nothing of entries.
-
-    Attributes:
-        faults: what must not be.
-    """
-
-    def __init__(self, scene: Scene) -> None:
-        self.faults: list[str] = []
-        self._scene = scene
-        self._has: dict[str, tuple[list[int], int | None]] = {}
-        self._served = 0
-        self._drained: dict[int, set[str]] = {}
-        self._empty: set[int] = set()  # GPUs that were found so after they were drained
-        self._began: set[str] = set()
-        self._turns: dict[str, float] = {}
-        self._tickets: dict[str, tuple[float, int]] = {}  # turn and number, of who waits or has made an entry
-        self._waiting: set[str] = set()
-        self._waited: dict[str, tuple[str, ...]] = {}  # who waited when a racer made its entry: others join later
-        self._stranger_since_wait: set[str] = set()  # racers that may have seen one
-        self._strangers: set[str] = set()
-        self._leaving: set[str] = set()  # who gives back, and has not done so
-        self._disturbed = False
-
-    def step(self, who: str, what: str) -> None:
-        """Hear of a step of a racer."""
-        self._began.add(who)
-        if _CLAIM.match(what):
-            self._waited[who] = tuple(sorted(self._waiting))
-        if _CLAIM_GONE.match(what) and self._lost_its_place(who):
-            self.faults.append(f"{who} gives its claim back, and has not made its ticket again")
-        found = _TICKET.match(what)
-        if found is None:
-            return
-        call, number = found[1], int(found[2])
-        if call == "rename":
-            self._joins(who, number)
-        elif self._tickets.get(who, (0.0, 0))[1] == number:
-            self._waiting.discard(who)
-
-    def _joins(self, who: str, number: int) -> None:
-        """Hear that a racer has a ticket: its first one since it began to wait, or at the place that it had."""
-        place = self._turns.get(who, 0.0), number
-        if self._scene.in_turn and place > self._tickets.get(who, place):
-            self.faults.append(f"{who} comes back with ticket {number}, and had ticket {self._tickets[who][1]}")
-        self._tickets[who] = place
-        self._waiting.add(who)
-
-    def _lost_its_place(self, who: str) -> bool:
-        """Whether a racer waits, and others cannot see that. One that is interrupted gives up."""
-        gives_up = who in self._has or who in self._leaving or self._disturbed or who in self._scene.interrupt
-        return self._scene.in_turn and who in self._tickets and who not in self._waiting and not gives_up
-
-    def stands(self, who: str) -> None:
-        """Hear that a racer waits. What it saw before does not count any more."""
-        if not self._strangers:
-            self._stranger_since_wait.discard(who)
-
-    def hear(self, who: str, what: str, *about: Any) -> None:
-        """Hear what a racer says."""
-        if what == "has":
-            self._take(who, *about)
-        elif what in ("gives back", "dies"):
-            self._has.pop(who, None)
-            self._leaving.add(who)
-        elif what == "has given back":
-            self._leaving.discard(who)
-        elif what == "turn":
-            self._turns[who] = about[0]
-        elif what == "fails":
-            self.faults.append(f"{who} fails: {about[0]}")
-        elif what == "comes":
-            self._strangers.add(who)
-            self._stranger_since_wait = set(self._scene.plans)
-        elif what == "goes":
-            self._strangers.discard(who)
-        elif what == "drains":
-            self._drained |= {gpu: set(self._began) for gpu in about[0]}
-        elif what == "empty":
-            self._empty.add(*about)
-        elif what == "undrains":
-            self._drained.clear()
-            self._empty.clear()
-        if what in ("dies", "refused"):
-            # What is half given back is taken, and whoever meets a stranger gives all back.
-            met = "GpuContendedError" in about and who in self._stranger_since_wait
-            self._disturbed |= what == "dies" or "KeyboardInterrupt" in about or met or bool(self._leaving)
-            self._waiting.discard(who)
-            self._tickets.pop(who, None)
-
-    def _take(self, who: str, devices: list[Device], share: int | None) -> None:
-        gpus = [device.card for device in devices]
-        self._served += 1
-        mine = self._tickets.pop(who, None)
-        self._waiting.discard(who)
-        if self._scene.in_turn and mine is not None and who not in self._stranger_since_wait:
-            for other in self._waiting.intersection(self._waited.get(who, ())):
-                if self._tickets[other] < mine:
-                    self.faults.append(
-                        f"{who} has GPU {gpus} before {other}, whose ticket is {self._tickets[other][1]}"
-                    )
-        self._has[who] = devices, share
-        if limit := self._scene.limit:
-            user = self._scene.user
-            if sum(len(held) for one, (held, _) in self._has.items() if user(one) == user(who)) > limit:
-                self.faults.append(f"{who} has GPU {gpus} beyond the limit of its user")
-        for gpu in gpus:
-            if gpu in self._drained and who not in self._drained[gpu]:
-                self.faults.append(f"{who} gets GPU {gpu}, which was drained before it began")
-            if gpu in self._empty:
-                self.faults.append(f"{who} gets GPU {gpu}, which was drained and held by nobody")
-            self._judge(gpu)
-
-    def _judge(self, card: int) -> None:
-        """Judge who has some of a card now."""
-        holders = [one for one, (devices, _) in self._has.items() if card in [device.card for device in devices]]
-        parts: list[Part] = []
-        told: list[str] = []
-        for one in holders:
-            devices, share = self._has[one]
-            for device in devices:
-                if device.card == card:
-                    is_inside = self._scene.plans[one].inside in holders
-                    parts.append(Part(share, is_inside, device.piece, device.mode))
-                    told.append(f"{one} has {_amount(device, share)} of it")
-        what = booked_twice(parts, CAPACITY)
-        if what:
-            self.faults.append(f"GPU {card} is booked twice ({what}): {', '.join(told)}")
-
-    def state(self) -> str:
-        """Return what matters to its judgement of what is to come."""
-        about = {name: value for name, value in vars(self).items() if name not in ("faults", "_scene")}
-        return repr([(name, sorted(one) if isinstance(one, set) else one) for name, one in about.items()])
-
-    def end(self) -> None:
-        """Judge what all got."""
-        if not self._disturbed and self._served < self._scene.served:
-            self.faults.append(f"{self._served} claims got GPUs, and {self._scene.served} could have")
-
-
-def _amount(device: Device, share: int | None) -> str:
-    what = f"{device.piece} {device.mode}".rstrip() or "all"
-    return f"{share / GIB:.0f} GiB of {what}" if share else what
-
-
-def furnish(scene: Scene, base: str) -> None:
-    """Make what the first claims on a host would make, so that all schedules find the same."""
-    legacy.LOCK_FILE = os.path.join(base, "older", "lock")
-    places = [f"{base}/{number}/{part}" for number in scene.directories for part in ("", *PARTS)]
-    for place in (*places, os.path.dirname(legacy.LOCK_FILE)):
-        os.mkdir(place)
-        os.chmod(place, 0o1777)
-    os.close(os.open(legacy.LOCK_FILE, os.O_CREAT | os.O_WRONLY))
-    os.chmod(legacy.LOCK_FILE, 0o666)
-    if scene.users:
-        os.mkdir(f"{base}/etc")
-        limit = f"[default]\nmax_gpus = {scene.limit}\n" if scene.limit else ""
-        Path(base, "etc", "policy.ini").write_text(f"[host]\norder = fair\n{limit}")
-    everything(scene, base)
-    driver = SimulatedDriver(scene.host)
-    with driver.occupy(driver.idle.gpus[0].uuid):
-        pass  # the driver's own directories
-
-
-def renew(scene: Scene, base: str) -> None:
-    """Let the files be as before the first schedule."""
-    for number in scene.directories:
-        for part in PARTS:
-            for entry in os.scandir(f"{base}/{number}/{part}"):
-                os.unlink(entry.path)
-        Path(base, str(number), "closed").unlink(missing_ok=True)
-    for entry in (*os.scandir(f"{base}/simulated/{scene.host}"), *os.scandir(base)):
-        if not entry.is_dir():
-            os.unlink(entry.path)
-    if scene.mode:
-        scene.visit(base, scene.directories[0])
-        driver = SimulatedDriver(scene.host)
-        driver.divide(driver.idle.gpus[0].whole, scene.mode)
-
-
-def everything(scene: Scene, base: str) -> list[str]:
-    """Claim all GPUs, whole, in each state directory, one after the other. Returns what is wrong."""
-    found = []
-    for path in Path(base, "simulated").glob("*/*.mode"):
-        path.unlink()
-    for number in scene.directories:
-        Path(base, str(number), "closed").unlink(missing_ok=True)
-        scene.visit(base, number)
-        try:
-            safe_gpu.GPUOwner(scene.gpus, safe_gpu.NoPlaceholder(), timeout=0, affinity=None).release_gpus()
-        except safe_gpu.SafeGpuError as err:
-            found.append(f"afterwards not all can be claimed in directory {number}: {err}")
-        found += [f"left: {path}" for path in left_behind(f"{base}/{number}")]
-    return found

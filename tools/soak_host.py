@@ -1,11 +1,10 @@
 """The host of a soak test, what the referee knows of it, and what the processes on it do: claim in every way, and end.
 
-As a script, `soak_host.py STAGE hold|nest SECONDS END`, it is the command of a ``safe-gpu run``.
+As a script, `soak_host.py HOST hold|nest SECONDS END`, it is the command of a ``safe-gpu run``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import json
@@ -17,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 from common import ROOT
 from support.actor import become
 from support.broken import break_build
-from support.referee import Mark, Referee
-from support.stage import simulate
+from support.kernel import NEW_PIDS, bind_mount, leave_mounts, mount_proc
+from support.referee import DYING, Mark, Referee
+from support.stage import HostDirectory, replace_file
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
@@ -34,96 +35,108 @@ from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.drivers.simulated import contexts as simulated_contexts
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 
-_LAST_MOMENTS = 5.0  # how long a dying process may keep its locks, seconds
 
+class SoakHost(HostDirectory):
+    """The directory of a soak, with its state directories, and the referee's.
 
-class Ground:
-    """A directory with the state directories of a soak, and the referee's.
-
-    It is given to other processes by its path. Everything in it is open to all users.
+    It is given to other processes by its path.
 
     Args:
-        root: the directory; it is made, with everything in it, if it does not exist.
+        path: of the directory; it is made, with everything in it, if it does not exist.
         preset: the simulated host; "" is the one for which the directory was made.
+
+    Attributes:
+        other: another state directory.
+        private: is in the place of the state directory for those on that island.
+        has_islands: whether some processes are on islands.
     """
 
-    def __init__(self, root: str, preset: str = "") -> None:
-        self.root = root
-        self.state, self.other, self.private = f"{root}/state", f"{root}/other", f"{root}/private"
-        proc = f"{root}/proc" if os.path.exists(f"{root}/proc/self") else "/proc"
-        self.islands = os.path.exists(f"{root}/islands")
-        if not os.path.isdir(root):
-            before = os.umask(0)
-            for name in ("", "strangers", "tree", "private", "proc"):
-                os.mkdir(f"{root}/{name}", 0o1777)
-            os.umask(before)
-            replace_file(f"{root}/preset", preset)
-        self.preset = preset or Path(f"{root}/preset").read_text()
-        self.gpus = [gpu.uuid for gpu in SimulatedDriver(self.preset, root).idle.gpus]
-        memory = max(gpu.memory_total or 0 for gpu in SimulatedDriver(self.preset, root).idle.gpus)
-        self.referee = Referee(f"{root}/referee", memory, proc)
+    def __init__(self, path: str, preset: str = "") -> None:
+        exists = os.path.isdir(path)
+        super().__init__(path, preset or Path(path, "preset").read_text())
+        self.other = f"{path}/other"
+        self.private = f"{path}/private"
+        self.has_islands = os.path.exists(f"{path}/islands")
+        if not exists:
+            for name in ("strangers", "tree", "private", "proc"):
+                self.make_place(name)
+            replace_file(f"{path}/preset", preset)
+        gpus = SimulatedDriver(self.preset, path).idle.gpus
+        self.gpus = [gpu.uuid for gpu in gpus]
+        proc = "/proc"
+        if os.path.exists(f"{path}/proc/self"):
+            proc = f"{path}/proc"
+        self.referee = Referee(f"{path}/referee", max(gpu.memory_total or 0 for gpu in gpus), proc)
         self.tell = self.referee.tell
-
-    def enter(self, state: str | None = None) -> None:
-        """Make this process one on the simulated host."""
-        simulate(self.preset, state or self.state, SAFE_GPU_SIMULATED_DIR=f"{self.root}/tree")
-        if os.path.exists(f"{self.root}/policy.ini"):
-            os.environ["SAFE_GPU_POLICY"] = f"{self.root}/policy.ini"
 
     def has_cleaner(self) -> bool:
         """Whether a cleaner is at work: then users and sharers do not see a claim whose entry is gone."""
-        return os.path.exists(f"{self.root}/cleaner")
+        return os.path.exists(f"{self.path}/cleaner")
 
     def mark(self, uuid: str, share: int | None = None, *, inside: bool = False) -> Mark:
         """Note that this process has a GPU, or a share of it in bytes. Tell of shares in two state directories."""
         mark = self.referee.begin(uuid, share, inside=inside, uid=os.getuid(), home=_home())
-        homes = {one["home"] for one in self.referee.held(uuid) if self.referee.lives(one)}
+        homes = {one["home"] for one in self._held_by_living(uuid)}
         if share is not None and len(homes) > 1 and not self.has_cleaner():
             self.tell("violation", what="shared by two state directories", uuid=uuid, homes=homes)
         return mark
 
     def count_own(self, number: int) -> None:
         """Tell if this user holds more whole GPUs by this state directory than it may."""
-        mine = {"uid": os.getuid(), "home": _home(), "share": None, "inside": False}  # inside claims there is no limit
-        own = {one["uuid"] for one in self.referee.held() if self.referee.lives(one) and one | mine == one}
-        if len(own) > allowed(self.root, os.getuid()) and not self.has_cleaner():
+        own = set()
+        for one in self._held_by_living():
+            is_limited = one["share"] is None and not one["inside"]  # inside claims there is no limit
+            if is_limited and one["uid"] == os.getuid() and one["home"] == _home():
+                own.add(one["uuid"])
+        if len(own) > allowed(self.path, os.getuid()) and not self.has_cleaner():
             self.tell("violation", what="a user over the limit", number=number, uuids=sorted(own))
+
+    def _held_by_living(self, uuid: str = "") -> list[dict[str, Any]]:
+        """The marks on a GPU, or on all, whose processes live."""
+        return [one for one in self.referee.held(uuid) if self.referee.lives(one["pid"], one["start"])]
 
     # ---- The driver's list ----
 
     def look_for_company(self, uuids: list[str]) -> None:
         """Tell of processes of other claims on these GPUs, which this process holds."""
+        tree = f"{self.tree}/{self.preset}"
+        if not os.path.isdir(tree):
+            return
         mine = {os.getpid(), self.referee.pid()}
-        for name in os.listdir(tree) if os.path.isdir(tree := f"{self.root}/tree/{self.preset}") else ():
-            uuid, _, process = name.partition(".")
-            pid = process.partition("-")[0]
-            if uuid not in uuids or int(pid) in mine or not self.is_open(name):
+        for name in os.listdir(tree):
+            uuid = name.partition(".")[0]
+            if uuid not in uuids or _process_of(name) in mine or not self.is_open(name):
                 continue
-            if not os.path.exists(f"{self.root}/strangers/{pid}"):  # last, since strangers register before they come
-                self.tell("violation", what="company on the driver's list", uuid=uuid, rival=pid)
+            pid = _process_of(name)
+            if not os.path.exists(f"{self.path}/strangers/{pid}"):  # last, since strangers register before they come
+                self.tell("violation", what="company on the driver's list", uuid=uuid, rival=str(pid))
 
     def register_stranger(self) -> None:
         """Remember this process as one that the driver may list beside a claim."""
         with suppress(FileExistsError, PermissionError):  # the same pid in another PID namespace
-            os.close(os.open(f"{self.root}/strangers/{os.getpid()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            os.close(os.open(f"{self.path}/strangers/{os.getpid()}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
 
     def is_open(self, name: str) -> bool:
         """Whether a process that is not about to be gone has this context."""
-        path = f"{self.root}/tree/{self.preset}/{name}"
-        deadline = time.monotonic() + _LAST_MOMENTS
+        pid = _process_of(name)
+        deadline = time.monotonic() + DYING
         while time.monotonic() < deadline:
             try:
-                with open(path, "rb") as file:
+                with open(f"{self.tree}/{self.preset}/{name}", "rb") as file:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return False
             except OSError as err:
                 if err.errno != errno.EWOULDBLOCK:
                     return False
-            pid = int(name.partition(".")[2].partition("-")[0])
             if pid > 1 and self.referee.start_time(pid):
                 return True
             time.sleep(0.001)
         return True
+
+
+def _process_of(name: str) -> int:
+    """The number of the process that has a context, by the name of its file."""
+    return int(name.partition(".")[2].partition("-")[0])
 
 
 def _home() -> str:
@@ -139,8 +152,8 @@ class Ambush:
     A claim that gets one of these GPUs while the stranger is there has not looked a second time.
     """
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
+    def __init__(self, host: SoakHost) -> None:
+        self._host = host
         self._pid = 0
         self._contexts: list[str] = []  # their names: in another PID namespace a stranger may have the same pid
         snapshot = SimulatedDriver.snapshot
@@ -148,62 +161,87 @@ class Ambush:
         def then_a_stranger(driver: SimulatedDriver) -> HostSnapshot:
             seen = snapshot(driver)
             SimulatedDriver.snapshot = snapshot
-            ready, told = os.pipe()
-            self._pid = os.fork()
-            if self._pid == 0:
-                ground.register_stranger()
-                contexts = [driver.occupy(gpu.uuid) for gpu in seen.gpus if not gpu.processes]
-                os.write(told, " ".join(["x", *(context._name for context in contexts)]).encode())
-                time.sleep(2.0)
-                os._exit(0)
-            os.close(told)
-            self._contexts = os.read(ready, 65536).decode().split()
-            os.close(ready)
+            self._send_stranger(driver, seen)
             return seen
 
         SimulatedDriver.snapshot = then_a_stranger
+
+    def _send_stranger(self, driver: SimulatedDriver, seen: HostSnapshot) -> None:
+        """Start a process on all GPUs that were seen free."""
+        ready, told = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._host.register_stranger()
+            contexts = [driver.occupy(gpu.uuid) for gpu in seen.gpus if not gpu.processes]
+            os.write(told, " ".join(["x", *(context._name for context in contexts)]).encode())
+            time.sleep(2.0)
+            os._exit(0)
+        os.close(told)
+        self._contexts = os.read(ready, 65536).decode().split()
+        os.close(ready)
 
     def judge(self, uuids: list[str]) -> None:
         """Tell of the stranger on these GPUs, which were claimed just now."""
         for name in self._contexts:
             uuid = name.partition(".")[0]
-            if uuid in uuids and self._ground.is_open(name):
-                self._ground.tell("violation", what="a stranger was there before the claim", uuid=uuid, rival=self._pid)
+            if uuid in uuids and self._host.is_open(name):
+                self._host.tell("violation", what="a stranger was there before the claim", uuid=uuid, rival=self._pid)
 
 
-def bad_weather(ground: Ground) -> None:
-    """Make the driver of this process fail as the ground's file ``weather`` says at each poll."""
-    snapshot, usage, is_alive = SimulatedDriver.snapshot, SimulatedDriver.usage, simulated_contexts.is_alive
+class Weather:
+    """How the driver of this process fails: as the file ``weather`` of the host says at each poll.
 
-    def weather() -> dict[str, Any]:
+    It says ``stall`` (seconds of a poll), ``lag`` (seconds before a process is shown), ``fails`` (true), and by their
+    UUIDs the GPUs that are lost (``lost``) or whose processes are not shown (``hides``).
+    """
+
+    def __init__(self, host: SoakHost) -> None:
+        self._file = Path(host.path, "weather")
+
+    def begin(self) -> None:
+        """Let the driver be so from now on."""
+        snapshot = SimulatedDriver.snapshot
+        usage = SimulatedDriver.usage
+        is_alive = simulated_contexts.is_alive
+
+        def bad_snapshot(driver: SimulatedDriver) -> HostSnapshot:
+            whole = snapshot(driver)
+            return whole._replace(gpus=self._changed(whole.gpus))
+
+        def late(name: str, directory: int) -> bool:
+            with suppress(OSError):
+                age = time.time() - os.stat(name, dir_fd=directory).st_ctime
+                if age < self._now().get("lag", 0):
+                    return False
+            return is_alive(name, directory)
+
+        simulated_contexts.is_alive = late
+        SimulatedDriver.snapshot = bad_snapshot
+        SimulatedDriver.usage = lambda driver, gpus: self._changed(usage(driver, gpus))
+
+    def _now(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            return json.loads(Path(ground.root, "weather").read_text())
+            return json.loads(self._file.read_text())
         return {}
 
-    def under(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        sky = weather()
-        time.sleep(sky.get("stall", 0))
-        if sky.get("fails"):
+    def _changed(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+        """What the driver shows of these GPUs in this weather.
+
+        Raises:
+            NoDriverError: it fails.
+        """
+        now = self._now()
+        time.sleep(now.get("stall", 0))
+        if now.get("fails"):
             raise safe_gpu.NoDriverError("the simulated driver fails for the soak test")
-        hidden = {"process_error": "hidden for the soak test"}
-        lost = {"process_error": "GPU is lost", "unusable": "GPU is lost", "lost": True}
-        changes = {uuid: what for name, what in (("hides", hidden), ("lost", lost)) for uuid in sky.get(name, ())}
-        return tuple(gpu._replace(processes=None, **changes[gpu.uuid]) if gpu.uuid in changes else gpu for gpu in gpus)
-
-    def late(name: str, directory: int) -> bool:
-        with suppress(OSError):
-            age = time.time() - os.stat(name, dir_fd=directory).st_ctime
-            if age < weather().get("lag", 0):
-                return False
-        return is_alive(name, directory)
-
-    def bad_snapshot(driver: SimulatedDriver) -> HostSnapshot:
-        whole = snapshot(driver)
-        return whole._replace(gpus=under(whole.gpus))
-
-    simulated_contexts.is_alive = late
-    SimulatedDriver.snapshot = bad_snapshot
-    SimulatedDriver.usage = lambda driver, gpus: under(usage(driver, gpus))
+        shown = []
+        for gpu in gpus:
+            if gpu.uuid in now.get("lost", ()):
+                gpu = gpu._replace(processes=None, process_error="GPU is lost", unusable="GPU is lost", lost=True)
+            elif gpu.uuid in now.get("hides", ()):
+                gpu = gpu._replace(processes=None, process_error="hidden for the soak test")
+            shown.append(gpu)
+        return tuple(shown)
 
 
 _OTHERS = {"default_hold": "2s", "max_hold": "1s", "max_wait": "2s"}
@@ -213,12 +251,13 @@ class Policy:
     """The policy file, which changes only while nobody claims, and what the referee has to know of it.
 
     Args:
-        root: the directory of the ground. The file counts only if root writes it.
+        path: the directory of the host. The file counts only if root writes it.
         order: in which users are served.
     """
 
-    def __init__(self, root: str, order: str = "fifo") -> None:
-        self._root, self._order = root, order
+    def __init__(self, path: str, order: str = "fifo") -> None:
+        self._path = path
+        self._order = order
         self.set({})
 
     def set(self, most: Mapping[int, int | None], others: Mapping[str, str] | None = None) -> None:
@@ -228,13 +267,14 @@ class Policy:
             most: uid -> how many GPUs the user may hold at once; None is no limit. Others have no limit.
             others: further keys of ``[default]``, as text.
         """
+        keys = others or {}
         lines = ["[host]", f"order = {self._order}", "[default]"]
-        lines += [f"{key} = {value}" for key, value in (others or {}).items()]
+        lines += [f"{key} = {value}" for key, value in keys.items()]
         for uid, number in most.items():
             lines += [f"[user {uid}]", f"max_gpus = {'unlimited' if number is None else number}"]
-        replace_file(f"{self._root}/policy.ini", "\n".join(lines) + "\n")
+        replace_file(f"{self._path}/policy.ini", "\n".join(lines) + "\n")
         limits = {str(uid): number for uid, number in most.items() if number is not None}
-        replace_file(f"{self._root}/limits", json.dumps({"most": limits, "max_hold": "max_hold" in (others or {})}))
+        replace_file(f"{self._path}/limits", json.dumps({"most": limits, "max_hold": "max_hold" in keys}))
 
     def change(self, rng: random.Random, uids: tuple[int, ...]) -> None:
         """Write a random policy for these users."""
@@ -242,28 +282,22 @@ class Policy:
         self.set(most, {key: text for key, text in _OTHERS.items() if rng.random() < 0.15})
 
 
-def allowed(root: str, uid: int) -> float:
+def allowed(path: str, uid: int) -> float:
     """The most GPUs that a user may hold; ``math.inf`` is no limit."""
-    return float(_limits(root)["most"].get(str(uid), math.inf))
+    return float(_limits(path)["most"].get(str(uid), math.inf))
 
 
-def may_refuse(root: str, uid: int, nb_gpus: int, hold_for: float | None) -> bool:
+def may_refuse(path: str, uid: int, nb_gpus: int, hold_for: float | None) -> bool:
     """Whether the policy allows the user no such claim."""
-    too_long = hold_for is not None and hold_for > 1.0 and _limits(root)["max_hold"]
-    return too_long or nb_gpus > allowed(root, uid)
+    too_long = hold_for is not None and hold_for > 1.0 and _limits(path)["max_hold"]
+    return too_long or nb_gpus > allowed(path, uid)
 
 
-def _limits(root: str) -> dict[str, Any]:
+def _limits(path: str) -> dict[str, Any]:
+    """What the referee has to know of the policy."""
     with suppress(FileNotFoundError):
-        return json.loads(Path(root, "limits").read_text())
+        return json.loads(Path(path, "limits").read_text())
     return {"most": {}, "max_hold": False}
-
-
-def replace_file(path: str, text: str) -> None:
-    with open(f"{path}.new", "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(f"{path}.new", 0o644)
-    os.rename(f"{path}.new", path)
 
 
 # What the processes do
@@ -273,8 +307,6 @@ _ENDS = ("release", "release", "release", "exit", "die", "fork", "exec", "nothin
 _WAYS = ("claim",) * 24 + ("ambush",) * 4 + ("stranger",) * 3 + ("run", "run", "nest", "status", "wait")
 _SHARING_WAYS = ("claim",) * 8 + ("run", "run", "wait")
 _SHARES = (None, None, "1GiB", "3GiB", "10%", "25%", "25%", "50%", "60%")
-_NEWNS, _NEWPID = 0x00020000, 0x20000000
-_BIND, _PRIVATE = 4096, (1 << 18) | 16384  # MS_PRIVATE | MS_REC
 
 
 class Life(NamedTuple):
@@ -320,13 +352,15 @@ def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...], s
         nb_gpus=rng.choice((1, 1, 1, 1, 2, 2, 3, 4)),
         context=rng.random() < 0.4,
         timeout=rng.choice((0.0, 0.05, 0.5, 3.0, 10.0)),
-        hold=hold + 0.3 * (end == "fork"),
+        hold=hold,
         hold_for=rng.choice((None, None, 1.0, max(1.0, hold * 2))),
         end=end,
         island=rng.choice(islands),
         uid=rng.choice(users) if users else None,
         seed=rng.getrandbits(32),
     )
+    if end == "fork":
+        life = life._replace(hold=hold + 0.3)
     if shared and rng.random() < 0.7:
         share = rng.choice(_SHARES)
         way = rng.choice(_WAYS if share is None else _SHARING_WAYS)
@@ -334,7 +368,7 @@ def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...], s
     return life
 
 
-def live(ground: Ground, number: int, life: Life, broken: str = "") -> None:
+def live(host: SoakHost, number: int, life: Life, broken: str = "") -> None:
     """Live this life in a forked process; does not return.
 
     Args:
@@ -342,178 +376,224 @@ def live(ground: Ground, number: int, life: Life, broken: str = "") -> None:
     """
     code = 1
     try:
-        code = _live(ground, number, life, broken)
+        code = Living(host, number, life).live(broken)
     except safe_gpu.SafeGpuError as err:
-        ground.tell("refused", number=number, error=type(err).__name__, text=str(err)[:300])
-        if isinstance(err, safe_gpu.UnsatisfiableRequestError) and not _may_refuse(ground, life):
-            ground.tell("violation", what="refused for ever without a cause", number=number)
+        host.tell("refused", number=number, error=type(err).__name__, text=str(err)[:300])
+        if isinstance(err, safe_gpu.UnsatisfiableRequestError) and not _may_refuse(host, life):
+            host.tell("violation", what="refused for ever without a cause", number=number)
         code = 0
     except (KeyboardInterrupt, SystemExit):  # SIGINT, and SIGTERM during a claim
         code = 130
     except BaseException as err:  # whatever it is, the users of a claim were not told of it
-        import traceback
-
-        ground.tell("trace", number=number, text=traceback.format_exc()[-2500:])
-        ground.tell("violation", what="undocumented exception", number=number, error=repr(err)[:300])
+        host.tell("trace", number=number, text=traceback.format_exc()[-2500:])
+        host.tell("violation", what="undocumented exception", number=number, error=repr(err)[:300])
     finally:
         os._exit(code)
 
 
-def _live(ground: Ground, number: int, life: Life, broken: str) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _move_to(ground, life.island)
-    os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
-    if life.uid is not None:
-        become(life.uid)
-    ground.enter(ground.other if life.island == "other directory" else None)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    if life.way != "ambush":  # a driver that shows strangers late hides them from the second poll
-        bad_weather(ground)
-    break_build(broken)
-    ground.tell("begins", number=number, way=life.way, island=life.island, uid=life.uid)
-    started = time.monotonic()
+def _may_refuse(host: SoakHost, life: Life) -> bool:
+    """Whether the policy does not allow the claim of this life."""
+    hold_for = None
     if life.way in ("claim", "ambush"):
-        _claim(ground, number, life, Ambush(ground) if life.way == "ambush" else None)
-    elif life.way == "stranger":
-        rng, driver = random.Random(life.seed), SimulatedDriver(ground.preset)
-        ground.register_stranger()
+        hold_for = life.hold_for
+    return may_refuse(host.path, os.getuid(), life.nb_gpus, hold_for)
+
+
+class Living:
+    """A process of the soak, which lives a life."""
+
+    def __init__(self, host: SoakHost, number: int, life: Life) -> None:
+        self._host = host
+        self._number = number
+        self._life = life
+
+    def live(self, broken: str) -> int:
+        """Become what this life asks for, and live it; the exit status."""
+        life = self._life
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _move_to(self._host, life.island)
+        os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
+        if life.uid is not None:
+            become(life.uid)
+        self._host.enter(self._host.other if life.island == "other directory" else "")
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        if life.way != "ambush":  # a driver that shows strangers late hides them from the second poll
+            Weather(self._host).begin()
+        break_build(broken)
+        self._host.tell("begins", number=self._number, way=life.way, island=life.island, uid=life.uid)
+        if life.way == "claim":
+            self._claim(None)
+        elif life.way == "ambush":
+            self._claim(Ambush(self._host))
+        elif life.way == "stranger":
+            self._be_stranger()
+        elif life.way in ("run", "nest"):
+            return self._run()
+        elif life.way == "wait":
+            self._wait()
+        else:
+            safe_gpu_main(["status", "--json"])
+        return 0
+
+    def _claim(self, ambush: Ambush | None) -> None:
+        """Claim, hold and end."""
+        life = self._life
+        placeholder = None if life.context else safe_gpu.NoPlaceholder()
+        options = {"timeout": life.timeout, "hold_for": life.hold_for, "share": life.share, "only": life.only or None}
+        started = time.monotonic()
+        try:
+            owner = safe_gpu.GPUOwner(life.nb_gpus, placeholder, affinity=None, **options)
+        finally:
+            self._tell_waited(started)
+        uuids = [gpu.uuid for gpu in owner.gpus]
+        if ambush is not None:
+            ambush.judge(uuids)
+        holding = Holding(self._number, uuids, life.hold, life.end, share=owner.share)
+        holding.hold(self._host, owner.release_gpus)
+
+    def _tell_waited(self, started: float, **more: object) -> None:
+        seconds = time.monotonic() - started
+        self._host.tell("waited", number=self._number, seconds=seconds, timeout=self._life.timeout, **more)
+
+    def _be_stranger(self) -> None:
+        """Be on a GPU without a claim."""
+        rng = random.Random(self._life.seed)
+        driver = SimulatedDriver(self._host.preset)
+        self._host.register_stranger()
         with driver.occupy(rng.choice(driver.idle.gpus).uuid, memory=rng.choice((300, 3000)) << 20):
             time.sleep(rng.uniform(0.02, 0.5))
-    elif life.way in ("run", "nest"):
-        command = [sys.executable, os.path.abspath(__file__), ground.root]
-        command += ["nest" if life.way == "nest" else "hold", str(life.hold), life.end]
-        return int(safe_gpu_main(["run", "-q", *_options(life), "--", *command]) or 0)
-    elif life.way == "wait":
-        code = safe_gpu_main(["wait", "-q", *_options(life)])
-        ground.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout, code=code)
+
+    def _run(self) -> int:
+        """Be a command of ``safe-gpu run``, this script."""
+        what = "nest" if self._life.way == "nest" else "hold"
+        command = [sys.executable, os.path.abspath(__file__), self._host.path, what]
+        command += [str(self._life.hold), self._life.end]
+        return int(safe_gpu_main(["run", "-q", *self._options(), "--", *command]) or 0)
+
+    def _wait(self) -> None:
+        """Wait by ``safe-gpu wait``, and claim nothing."""
+        started = time.monotonic()
+        code = safe_gpu_main(["wait", "-q", *self._options()])
+        self._tell_waited(started, code=code)
         # 143: the first process of a PID namespace does not die of the SIGTERM that ended the wait.
-        if code not in (0, 69, 73, 75, 130, 143) and not (code == 78 and _may_refuse(ground, life)):
-            ground.tell("violation", what=f"safe-gpu wait ended with {code}", number=number)
-    else:
-        safe_gpu_main(["status", "--json"])
-    return 0
+        if code not in (0, 69, 73, 75, 130, 143) and not (code == 78 and _may_refuse(self._host, self._life)):
+            self._host.tell("violation", what=f"safe-gpu wait ended with {code}", number=self._number)
+
+    def _options(self) -> list[str]:
+        """The options of ``run`` and ``wait``."""
+        life = self._life
+        options = ["-n", str(life.nb_gpus), "-t", str(life.timeout)]
+        if life.share is not None:
+            options += ["--share", life.share]
+        if life.only:
+            options += ["--only", ",".join(life.only)]
+        return options
 
 
-def _options(life: Life) -> list[str]:
-    words = {"-n": life.nb_gpus, "-t": life.timeout, "--share": life.share, "--only": ",".join(life.only)}
-    return [text for name, value in words.items() if value not in (None, "") for text in (name, str(value))]
+class Holding(NamedTuple):
+    """What a process holds under the eyes of the referee, and how it ends.
 
+    Attributes:
+        number: of the process; -1 is a command of one.
+        uuids: of the GPUs.
+        seconds: for so long.
+        end: as of :class:`Life`.
+        share: bytes of each; None is all.
+        inside: whether that is inside another claim.
+    """
 
-def _may_refuse(ground: Ground, life: Life) -> bool:
-    """Whether the policy does not allow the claim of this life."""
-    hold_for = life.hold_for if life.way in ("claim", "ambush") else None
-    return may_refuse(ground.root, os.getuid(), life.nb_gpus, hold_for)
+    number: int
+    uuids: list[str]
+    seconds: float
+    end: str
+    share: int | None = None
+    inside: bool = False
 
+    def hold(self, host: SoakHost, release: Callable[[], None] | None = None) -> None:
+        """Hold it, and end."""
+        marks = [host.mark(uuid, self.share, inside=self.inside) for uuid in self.uuids]
+        host.tell("holds", number=self.number, uuids=self.uuids, end=self.end, share=self.share)
+        self._look_for_company(host)
+        host.count_own(self.number)
+        if self.end == "fork" and os.fork() == 0:
+            self._outlive(host, marks)
+        time.sleep(self.seconds)
+        self._look_for_company(host)
+        if self.end == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.end in ("exec", "release", "linger"):  # exec closes one file after the other, and lives meanwhile
+            for mark in marks:
+                mark.end()
+        if self.end == "exec":
+            os.execv("/bin/true", ["true"])
+        if self.end in ("release", "linger") and release is not None:
+            release()
+            host.tell("released", number=self.number, uuids=self.uuids)
+        if self.end == "linger":
+            time.sleep(15)
 
-def _claim(ground: Ground, number: int, life: Life, ambush: Ambush | None) -> None:
-    started = time.monotonic()
-    placeholder = None if life.context else safe_gpu.NoPlaceholder()
-    options = {"timeout": life.timeout, "hold_for": life.hold_for, "share": life.share, "only": life.only or None}
-    try:
-        owner = safe_gpu.GPUOwner(life.nb_gpus, placeholder, affinity=None, **options)
-    finally:
-        ground.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout)
-    uuids = [gpu.uuid for gpu in owner.gpus]
-    if ambush:
-        ambush.judge(uuids)
-    _hold(ground, number, uuids, life.hold, life.end, owner.release_gpus, share=owner.share)
+    def _look_for_company(self, host: SoakHost) -> None:
+        if not self.share and not self.inside:
+            host.look_for_company(self.uuids)
 
-
-def _hold(
-    ground: Ground,
-    number: int,
-    uuids: list[str],
-    seconds: float,
-    end: str,
-    release: Callable[[], None] | None = None,
-    *,
-    share: int | None = None,
-    inside: bool = False,
-) -> None:
-    """Hold GPUs, or shares of them, under the eyes of the referee, and end."""
-    marks = [ground.mark(uuid, share, inside=inside) for uuid in uuids]
-    ground.tell("holds", number=number, uuids=uuids, end=end, share=share)
-    if not share and not inside:
-        ground.look_for_company(uuids)
-    ground.count_own(number)
-    if end == "fork" and os.fork() == 0:
+    def _outlive(self, host: SoakHost, marks: list[Mark]) -> None:
+        """In a forked child: keep it for longer than the parent, and exit."""
         for mark in marks:
-            if ground.islands or ground.has_cleaner():  # the name speaks for the GPU then, and that is the parent's
+            if host.has_islands or host.has_cleaner():  # the name speaks for the GPU then, and that is the parent's
                 mark.close()
             else:
-                ground.referee.sign(mark)
-        time.sleep(seconds + 0.2)
+                host.referee.sign(mark)
+        time.sleep(self.seconds + 0.2)
         os._exit(0)
-    time.sleep(seconds)
-    if not share and not inside:
-        ground.look_for_company(uuids)
-    if end == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if end in ("exec", "release", "linger"):  # exec closes one file after the other, and the process lives meanwhile
-        for mark in marks:
-            mark.end()
-    if end == "exec":
-        os.execv("/bin/true", ["true"])
-    if end in ("release", "linger"):
-        release()
-        ground.tell("released", number=number, uuids=uuids)
-    if end == "linger":
-        time.sleep(15)
 
 
-def _move_to(ground: Ground, island: str) -> None:
+def _move_to(host: SoakHost, island: str) -> None:
     """Enter new namespaces, where the island has some."""
     if island == "private directory":
-        _unshare(_NEWNS)
+        leave_mounts()
         while True:  # a cleaner may remove it at any moment, also while makedirs looks whether it is there
             with suppress(FileNotFoundError, FileExistsError):
-                os.makedirs(ground.state, exist_ok=True)
-                os.chmod(ground.state, 0o1777)
-                _mount(ground.private, ground.state, None, _BIND)
-                break
-    elif island == "pid namespace":
-        _unshare(_NEWNS | _NEWPID)
+                os.makedirs(host.state, exist_ok=True)
+                os.chmod(host.state, 0o1777)
+                bind_mount(host.private, host.state)
+                return
+    if island == "pid namespace":
+        leave_mounts(NEW_PIDS)
         child = os.fork()
         if child:
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-        _mount("proc", "/proc", "proc", 0)
+        mount_proc()
 
 
-def _unshare(flags: int) -> None:
-    _call("unshare", flags)
-    _mount("none", "/", None, _PRIVATE)
+def _claim_inside(host: SoakHost, seconds: float) -> None:
+    """Claim inside the claim of the process that started this one, and hold that."""
+    with suppress(safe_gpu.NotEnoughGpusError):
+        owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=3.0, affinity=None)
+        holding = Holding(-1, [gpu.uuid for gpu in owner.gpus], seconds, "release", inside=True)
+        holding.hold(host, owner.release_gpus)
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    words = [word.encode() if word else None for word in (source, target, kind)]
-    _call("mount", *words, flags, None)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
-        raise OSError(ctypes.get_errno(), name)
-
-
-def _main(root: str, what: str, seconds: str, end: str) -> int:
-    ground = Ground(root)
-    if what == "inside":  # a claim made inside the claim of the process that started this one
-        with suppress(safe_gpu.NotEnoughGpusError):
-            owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=3.0, affinity=None)
-            uuids = [gpu.uuid for gpu in owner.gpus]
-            _hold(ground, -1, uuids, float(seconds), "release", owner.release_gpus, inside=True)
+def _main(path: str, what: str, seconds: str, end: str) -> int:
+    """Be the command of a ``safe-gpu run``: hold its GPUs, or start processes that claim inside; the exit status."""
+    host = SoakHost(path)
+    if what == "inside":
+        _claim_inside(host, float(seconds))
         return 0
-    uuids = list(SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2]).visible())
+    uuids = list(SimulatedDriver(host.preset).visible())
     if what == "nest":
         for uuid in uuids:
-            ground.mark(uuid)
-        ground.count_own(-1)
-        inner = [sys.executable, __file__, root, "inside", seconds, end]
+            host.mark(uuid)
+        host.count_own(-1)
+        inner = [sys.executable, __file__, path, "inside", seconds, end]
         inside = [subprocess.Popen(inner, cwd=ROOT) for _ in uuids]
         return max(process.wait() for process in inside)
     size = os.environ.get("SAFE_GPU_SHARE")
-    _hold(ground, -1, uuids, float(seconds), "exit" if end == "release" else end, share=int(size) if size else None)
+    share = int(size) if size else None
+    if end == "release":  # safe-gpu releases when this has ended
+        end = "exit"
+    Holding(-1, uuids, float(seconds), end, share=share).hold(host)
     return 0
 
 

@@ -8,16 +8,14 @@ import argparse
 import ctypes
 import fcntl
 import json
-import logging
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,17 +23,17 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
+from support import racing
 from support.actor import become
-from support.broken import BROKEN, break_build
-from support.referee import Mark, Referee
-from support.stage import import_everything, simulate
+from support.referee import Mark
+from support.stage import HostDirectory
 
 import safe_gpu
-from safe_gpu.coordination import host_lock
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import is_alive
 from safe_gpu.drivers import opened_driver
 from safe_gpu.errors import SafeGpuError
+from safe_gpu.gpus.devices import Gpu
 from safe_gpu.host import procfs
 from safe_gpu.runtimes.hip import HIP
 from safe_gpu.selection.sharing import share_capacity
@@ -43,8 +41,6 @@ from safe_gpu.selection.sharing import share_capacity
 NEIGHBOUR = 4711
 USERS = (4712, 4713)
 DYING = 1.0  # seconds that an entry may count after the end of its process
-FOUND = ("violation", "ghost", "died")
-"""What a race must not find: two on one GPU, a dead entry that counts, an error that nobody expects."""
 
 
 class PackageClaim:
@@ -67,29 +63,58 @@ class ClientClaim:
 
     def __init__(self, process: "subprocess.Popen[str]", said: str) -> None:
         uuids, _, scope = said.strip().partition(" ")
-        self.process, self.gpus, self.inside = process, tuple(filter(None, uuids.split(","))), bool(scope)
+        self.process = process
+        self.gpus = tuple(uuid for uuid in uuids.split(",") if uuid)
+        self.inside = bool(scope)
 
     def release(self) -> None:
-        if random.random() < 0.2:
-            self.process.kill()
-        self.process.communicate("\n")
+        racing.end_client(self.process)
 
 
-class Race:
-    """What all processes of a race know.
+class Race(racing.Race):
+    """A race for some GPUs of a host.
+
+    Args:
+        usable: the GPUs of the host, of which some are raced for.
 
     Attributes:
+        found: two on one GPU, a dead entry that counts, an error that nobody expects.
         gpus: UUIDs of those that are raced for.
     """
 
-    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
-        self.directory, self.options = directory, options
-        with opened_driver() as driver:
-            gpus = [gpu for gpu in driver.snapshot().gpus if not gpu.unusable]
-        self.gpus = [gpu.uuid for gpu in gpus][: options.gpus]
-        self.capacity = share_capacity(gpus[0]) or 0
-        self.referee = Referee(str(directory / "referee"), self.capacity)
-        self.tell = self.referee.tell
+    found = ("violation", "ghost", "died")
+
+    def __init__(self, host: HostDirectory, usable: list[Gpu], options: argparse.Namespace) -> None:
+        self.gpus = [gpu.uuid for gpu in usable][: options.gpus]
+        self.capacity = share_capacity(usable[0]) or 0
+        super().__init__(host, self.capacity, options)
+
+    def works(self) -> dict[str, Callable[[], None]]:
+        found = super().works()
+        if os.geteuid() == 0:
+            found["neighbour"] = self.lock_and_read
+        if not self.options.orphans:
+            found["watcher"] = self.watch
+        return found
+
+    def prepare(self, name: str) -> None:
+        super().prepare(name)
+        if self.options.users and name.startswith(racing.WORKER):
+            become(USERS[int(name[-1]) % 2])
+        if self.options.hip:
+            ctypes.CDLL(self.options.hip)
+
+    def disturb(self) -> None:
+        """Remove what claims need."""
+        if self.options.host_lock == "unlinked":
+            with suppress(OSError):
+                os.unlink(f"{self.host.state}/host.lock")
+        if self.options.directories and random.random() < 0.05:
+            shutil.rmtree(self.host.state, ignore_errors=True)
+
+    def clear_away(self, pid: int) -> None:
+        if self.options.hip:
+            shutil.rmtree(Path(self.options.root, "sys/class/kfd/kfd/proc", str(pid)), ignore_errors=True)
 
     def claim(
         self, client: str, number: int, patience: float, share: int | None = None, *, delegate: bool = False
@@ -101,15 +126,12 @@ class Race:
                 return PackageClaim(number, work=self.options.work, **options)
             except safe_gpu.NotEnoughGpusError:
                 return None
-        named, preset = ("-g", ",".join(self.gpus)), ("-p", self.options.preset)
-        words = [client, "-n", number, *named, "-m", self.capacity, "-s", share or 0, "-t", patience, *preset]
-        command = [*map(str, words), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $SAFE_GPU_SCOPE; read line"]
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        process = subprocess.Popen(command, text=True, **streams)
-        assert process.stdout is not None
-        found = ClientClaim(process, process.stdout.readline())
-        if found.gpus:
-            return found
+        words = ["-n", number, "-g", ",".join(self.gpus), "-m", self.capacity, "-s", share or 0, "-t", patience]
+        words += ["-p", self.options.preset]
+        command = "echo $CUDA_VISIBLE_DEVICES $SAFE_GPU_SCOPE; read line"
+        process, said = racing.start_client(client, words, command)
+        if said.strip():
+            return ClientClaim(process, said)
         _, errors = process.communicate()
         if process.returncode != 75:
             raise AssertionError(f"the client in C ended with {process.returncode}: {errors}")
@@ -118,14 +140,19 @@ class Race:
     def compete(self, number: int) -> None:
         """Claim again and again: whole GPUs, shares, and for claims inside."""
         options = self.options
-        elsewhere = options.directories and number % 4 == 3
-        os.environ["SAFE_GPU_DIR"] = str(self.directory / (f"private{number}" if elsewhere else "state"))
-        client = options.client if number % 2 == 1 else ""
+        if options.directories and number % 4 == 3:
+            os.environ["SAFE_GPU_DIR"] = f"{self.host.path}/private{number}"
+        client = ""
+        if number % 2 == 1:
+            client = options.client
         while True:
-            part = random.choice([None, 2, 3, 4]) if options.shares and number % 3 == 0 else None
-            share = None if part is None else (self.capacity * part // 8 >> 20) << 20
+            share = None
+            if options.shares and number % 3 == 0:
+                share = self.draw_share()
             delegate = options.inside and share is None and not client and random.random() < 0.3
-            wanted = 1 if share else random.choice([1, 1, 2])
+            wanted = random.choice([1, 1, 2])
+            if share is not None:
+                wanted = 1
             try:
                 mine = self.claim(client, wanted, random.choice([0, 0.3, 2]), share, delegate=delegate)
             except SafeGpuError as err:
@@ -134,23 +161,34 @@ class Race:
             if mine is None:
                 self.tell("refused")
                 continue
-            marks = [self.referee.begin(uuid, share) for uuid in mine.gpus]
-            if options.work and share is None and isinstance(mine, PackageClaim):
-                self.look_for_company(mine)
-            if delegate:
-                self.work_inside(mine, marks)
-            if options.orphans and random.random() < 0.1 and not os.fork():
-                time.sleep(random.uniform(0, 0.05))
-                os._exit(0)
-            time.sleep(random.uniform(0, 0.02))
-            if random.random() < 0.15:
-                os.kill(os.getpid(), signal.SIGKILL)
-            for mark in marks:
-                mark.end()
-            self.tell("claimed", share=share, delegate=delegate)
-            mine.release()
+            self.hold(mine, share, delegate=delegate)
             if options.hip:  # HIP chooses its GPUs once in a process
                 return
+
+    def draw_share(self) -> int | None:
+        """Bytes of a share, whole MiB; or None, a whole GPU."""
+        eighths = random.choice([None, 2, 3, 4])
+        if eighths is None:
+            return None
+        return (self.capacity * eighths // 8 >> 20) << 20
+
+    def hold(self, mine: PackageClaim | ClientClaim, share: int | None, *, delegate: bool) -> None:
+        """Hold what was claimed for a moment, and release it; this process or its children may die meanwhile."""
+        marks = [self.referee.begin(uuid, share) for uuid in mine.gpus]
+        if self.options.work and share is None and isinstance(mine, PackageClaim):
+            self.look_for_company(mine)
+        if delegate:
+            self.work_inside(mine, marks)
+        if self.options.orphans and random.random() < 0.1 and not os.fork():
+            time.sleep(random.uniform(0, 0.05))
+            os._exit(0)
+        time.sleep(random.uniform(0, 0.02))
+        if random.random() < 0.15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for mark in marks:
+            mark.end()
+        self.tell("claimed", share=share, delegate=delegate)
+        mine.release()
 
     def look_for_company(self, mine: PackageClaim) -> None:
         """Tell of other processes that the driver, or HIP of other GPUs that it shows, on the GPUs of this claim."""
@@ -158,9 +196,10 @@ class Race:
             snapshot = driver.snapshot()
         for gpu in mine.owner.gpus:
             now = snapshot.by_uuid(gpu.uuid)
-            pids = {process.pid for process in (now and now.processes) or ()} - {os.getpid()}
-            if rivals := [pid for pid in pids if self.referee.start_time(pid)]:
-                self.tell("violation", what="company on the driver's list", uuid=gpu.uuid, rivals=rivals)
+            processes = () if now is None else now.processes or ()
+            rivals = {process.pid for process in processes if self.referee.start_time(process.pid)} - {os.getpid()}
+            if rivals:
+                self.tell("violation", what="company on the driver's list", uuid=gpu.uuid, rivals=sorted(rivals))
         if self.options.hip:
             shown = HIP.load().all_shown()
             if not all(HIP.is_same(*pair) for pair in zip(shown, mine.owner.gpus, strict=True)):
@@ -171,33 +210,40 @@ class Race:
         children = []
         for _ in range(2):
             pid = os.fork()
-            if pid:
-                children.append(pid)
-                continue
-            try:
-                for mark in marks:
-                    mark.close()  # of what the claim around it uses
-                if random.random() < 0.5:
-                    outer.owner._claim.entry.release()  # type: ignore[union-attr]
-                if random.random() < 0.5:
-                    time.sleep(random.uniform(0, 0.02))
-                self.claim_inside()
-            except BaseException as err:
-                self.tell("died", who="inside", error=repr(err))
-            finally:
-                os._exit(0)
+            if not pid:
+                self.be_child(outer, marks)
+            children.append(pid)
         if random.random() < 0.3:
             time.sleep(random.uniform(0, 0.02))
             os.kill(os.getpid(), signal.SIGKILL)
         for pid in children:
             os.waitpid(pid, 0)
 
+    def be_child(self, outer: PackageClaim | ClientClaim, marks: list[Mark]) -> None:
+        """In a child of the process that has the outer claim: claim inside it; does not return."""
+        try:
+            for mark in marks:
+                mark.close()  # of what the claim around it uses
+            if random.random() < 0.5:
+                outer.owner._claim.entry.release()  # type: ignore[union-attr]
+            if random.random() < 0.5:
+                time.sleep(random.uniform(0, 0.02))
+            self.claim_inside()
+        except BaseException as err:
+            self.tell("died", who="inside", error=repr(err))
+        finally:
+            os._exit(0)
+
     def claim_inside(self) -> None:
         """Claim one GPU of the claim around, or any where that has ended."""
-        mine = self.claim(self.options.client if random.random() < 0.5 else "", 1, 0.3)
-        self.tell("nothing" if mine is None else "inside" if mine.inside else "outside")
+        client = ""
+        if random.random() < 0.5:
+            client = self.options.client
+        mine = self.claim(client, 1, 0.3)
         if mine is None:
+            self.tell("nothing")
             return
+        self.tell("inside" if mine.inside else "outside")
         marks = [self.referee.begin(uuid, inside=mine.inside) for uuid in mine.gpus]
         time.sleep(random.uniform(0, 0.03))
         if random.random() < 0.2:
@@ -206,11 +252,11 @@ class Race:
             mark.end()
         mine.release()
 
-    def disturb(self) -> None:
+    def lock_and_read(self) -> None:
         """Lock and read what others made, as another user."""
         become(NEIGHBOUR)
         kept: list[int] = []
-        claims = self.directory / "state" / "claims"
+        claims = Path(self.host.state, "claims")
         while True:
             with suppress(OSError):
                 for name in os.listdir(claims):
@@ -226,118 +272,43 @@ class Race:
         """Look for entries that count although their process has ended and left nothing behind."""
         suspects: dict[str, float] = {}
         while True:
-            with (
-                suppress(OSError, SafeGpuError),
-                Directory(str(self.directory / "state"), "claims", make=False) as claims,
-            ):
+            with suppress(OSError, SafeGpuError), Directory(self.host.state, "claims", make=False) as claims:
                 for name in os.listdir(claims.fd):
-                    with suppress(OSError, ValueError):
-                        pid = json.loads((Path(claims.path) / name).read_bytes())["pid"]
-                        if is_alive(claims, name) and procfs.has_ended(pid):
-                            began = suspects.setdefault(name, time.monotonic())
-                            if time.monotonic() - began > 3 * DYING:
-                                self.tell("ghost", name=name)
+                    if self.seems_dead(claims, name):
+                        began = suspects.setdefault(name, time.monotonic())
+                        if time.monotonic() - began > 3 * DYING:
+                            self.tell("ghost", name=name)
             time.sleep(0.1)
 
-    def run(self) -> list[dict[str, Any]]:
-        """Race for a while. Returns what was told."""
-        options = self.options
-        workers = {f"worker{n}": lambda n=n: self.compete(n) for n in range(options.processes)}
-        if os.geteuid() == 0:
-            workers["neighbour"] = self.disturb
-        if not options.orphans:
-            workers["watcher"] = self.watch
-        running: dict[int, str] = {}
-
-        def start(name: str) -> None:
-            pid = os.fork()
-            if pid:
-                running[pid] = name
-                return
-            try:
-                if options.networks and name.startswith("worker") and ctypes.CDLL(None).unshare(0x40000000):
-                    raise OSError("cannot make a network namespace")
-                if options.users and name.startswith("worker"):
-                    become(USERS[int(name[-1]) % 2])
-                if options.hip:
-                    ctypes.CDLL(options.hip)
-                random.seed(os.urandom(8))
-                break_build(options.broken)
-                workers[name]()
-            except BaseException as err:
-                self.tell("died", who=name, error=repr(err))
-            finally:
-                os._exit(1)
-
-        for name in workers:
-            start(name)
-        end = time.monotonic() + options.seconds
-        try:
-            while time.monotonic() < end:
-                time.sleep(0.05)
-                if random.random() < 0.3:
-                    victim = random.choice([pid for pid, name in running.items() if name.startswith("worker")])
-                    with suppress(ProcessLookupError):
-                        os.kill(victim, signal.SIGKILL)
-                if options.host_lock == "unlinked":
-                    with suppress(OSError):
-                        os.unlink(self.directory / "state" / "host.lock")
-                if options.directories and random.random() < 0.05:
-                    shutil.rmtree(self.directory / "state", ignore_errors=True)
-                with suppress(ChildProcessError):
-                    while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
-                        if options.hip:  # what the kernel does
-                            shutil.rmtree(Path(options.root, "sys/class/kfd/kfd/proc", str(pid)), ignore_errors=True)
-                        if pid in running:
-                            start(running.pop(pid))
-                if options.until_found and any(told["event"] in FOUND for told in self.referee.events()):
-                    break
-        finally:
-            with suppress(ChildProcessError):
-                while True:  # what the workers have left behind too
-                    for pid in procfs.descendants(os.getpid()):
-                        with suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                    os.waitpid(-1, 0)
-        return self.referee.events()
+    def seems_dead(self, claims: Directory, name: str) -> bool:
+        """Whether an entry counts although its process has ended."""
+        with suppress(OSError, ValueError):
+            pid = json.loads(Path(claims.path, name).read_bytes())["pid"]
+            return is_alive(claims, name) and procfs.has_ended(pid)
+        return False
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--processes", type=int, default=8)
+    parser = racing.race_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=3)
     parser.add_argument("--preset", default="dgx-a100", help="the simulated host")
     parser.add_argument("--work", action="store_true", help="claims have something on their GPUs")
     parser.add_argument("--hip", default="", metavar="LIBRARY", help="a fake HIP, whose host is the directory --root")
     parser.add_argument("--root", default="")
     parser.add_argument("--host-lock", choices=("on", "off", "unlinked"), default="on")
-    parser.add_argument("--break", dest="broken", choices=("", *BROKEN), default="")
-    parser.add_argument("--shares", action="store_true")
     parser.add_argument("--inside", action="store_true", help="claims inside claims")
     parser.add_argument("--orphans", action="store_true", help="children outlive their parents")
     parser.add_argument("--directories", action="store_true", help="several state directories, and rm -rf")
-    parser.add_argument("--networks", action="store_true", help="a network for each process: doors are not seen")
     parser.add_argument("--users", action="store_true", help="of two users; needs root")
-    parser.add_argument("--client", default="", help="path of the client in C, which every second process uses")
-    parser.add_argument("--until-found", action="store_true", help="end with the first fault")
     options = parser.parse_args()
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
-    with tempfile.TemporaryDirectory(prefix="race-") as directory:
-        os.chmod(directory, 0o777)
-        simulate(options.preset, f"{directory}/state", SAFE_GPU_SIMULATED_DIR=f"{directory}/tree")
+    with racing.host_of_race(options.preset, has_host_lock=options.host_lock != "off") as host:
         if options.hip:
             os.environ.update(SAFE_GPU_DRIVER="kfd", SAFE_GPU_FSROOT=options.root)
-        import_everything()  # not by each process
-        if options.host_lock == "off":
-            host_lock.lock_file = lambda fd, path: True
-        told = Race(Path(directory), options).run()
-    counted = Counter(one["event"] for one in told)
-    print(dict(sorted(counted.items())))
-    for one in [one for one in told if one["event"] in (*FOUND, "error")][:10]:
-        print(one)
-    return int(any(counted[event] for event in FOUND))
+        with opened_driver() as driver:
+            usable = [gpu for gpu in driver.snapshot().gpus if not gpu.unusable]
+        race = Race(host, usable, options)
+        told = race.run()
+    return race.report(told)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,15 @@ on its first piece.
 """
 
 import argparse
-import ctypes
 import fcntl
-import logging
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,23 +28,18 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from support.broken import BROKEN, break_build
-from support.referee import Mark, Referee
-from support.stage import import_everything, simulate
+from support import racing
+from support.referee import DYING, Mark, Referee
+from support.stage import HostDirectory
 
 import safe_gpu
-from safe_gpu.coordination import host_lock
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.simulated import PRESETS, SimulatedDriver
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.gpus.devices import Gpu
-from safe_gpu.host import procfs
 
 SLICES = 8  # of a chip
-DYING = 5.0  # seconds that a process takes to close its descriptors at most
 _ROOM_FOR_SHARES = 1 << 40  # of a GPU: there is always room for one more
-FOUND = ("violation", "died")
-"""What a race must not find: two on one piece of silicon, an error that nobody expects."""
 
 _PROCESSORS = "2 1 24 24 10 10 21"
 _THREE = "mig 3g.40gb/2 40320 2g.20gb 19968 1g.10gb 9856"
@@ -179,76 +171,76 @@ class Silicon:
                 os.pwrite(file.fileno(), f"{os.getpid()} {self._referee.start_time(os.getpid())}".encode(), 0)
                 return
             pid, _, start = os.pread(file.fileno(), 100, 0).decode().partition(" ")
-            is_living = start != "" and self._referee.start_time(int(pid)) == start
-            if is_living or time.monotonic() > until:
+            if self._referee.lives(int(pid or 0), start) or time.monotonic() > until:
                 self._referee.tell("violation", what="two compute on one slice", of=held, rival=pid, slice=file.name)
                 return
             time.sleep(0.001)
 
 
-class Race:
-    """What all processes of a race know."""
+class Race(racing.Race):
+    """A race for GPUs and their pieces."""
 
-    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
-        self.directory = directory
-        self.options = options
-        self.driver = SimulatedDriver(f"race-{options.vendor}")
-        self.referee = Referee(str(directory / "referee"), _ROOM_FOR_SHARES)
-        self.tell = self.referee.tell
-        self.silicon = Silicon(directory / "silicon", self.referee, self.driver)
+    def __init__(self, host: HostDirectory, options: argparse.Namespace) -> None:
+        super().__init__(host, _ROOM_FOR_SHARES, options)
+        self.driver = SimulatedDriver(host.preset)
+        self.silicon = Silicon(Path(host.path, "silicon"), self.referee, self.driver)
         self.silicon.make()
+
+    def works(self) -> dict[str, Callable[[], None]]:
+        return {**super().works(), "administrator": self.administrate}
 
     def compete(self, number: int) -> None:
         """Claim again and again, whole GPUs and pieces, whichever there are, and compute on them at times."""
         options = self.options
-        place = "other" if options.directories and number % 2 else "state"
-        os.environ["SAFE_GPU_DIR"] = str(self.directory / place)
+        if options.directories and number % 2:
+            os.environ["SAFE_GPU_DIR"] = f"{self.host.path}/other"
         while True:
-            share = random.choice([None, None, 4 << 30]) if options.shares else None
+            share = None
+            if options.shares:
+                share = random.choice([None, None, 4 << 30])
             patience = random.choice([0, 0, 0.3, 2])
             if options.client and number % 4 >= 2:
                 self.claim_in_c(share, patience)
-                continue
-            nb_gpus = random.choice([1, (1, 2)])
-            only: tuple[str, ...] = ()
-            if random.random() < 0.5:
-                nb_gpus, only = 1, (random.choice(self.driver.snapshot().gpus).uuid,)
-            try:
-                owner = safe_gpu.GPUOwner(
-                    nb_gpus,
-                    safe_gpu.NoPlaceholder(),
-                    affinity=None,
-                    timeout=patience,
-                    share=share,
-                    only=only,
-                    hold_for=random.choice([None, 1]),
-                )
-            except (safe_gpu.NotEnoughGpusError, safe_gpu.UnsatisfiableRequestError):
-                self.tell("refused")
-                continue
-            except SafeGpuError as err:
-                self.tell("error", error=repr(err))
-                continue
-            self.work([Held(gpu.whole, gpu.uuid, gpu.is_piece, gpu.mode, owner.share) for gpu in owner.gpus])
-            owner.release_gpus()
+            else:
+                self.claim(share, patience)
+
+    def claim(self, share: int | None, patience: float) -> None:
+        """Claim one or two devices, or a certain one, and work there."""
+        nb_gpus = random.choice([1, (1, 2)])
+        only: tuple[str, ...] = ()
+        if random.random() < 0.5:
+            nb_gpus = 1
+            only = (random.choice(self.driver.snapshot().gpus).uuid,)
+        try:
+            owner = safe_gpu.GPUOwner(
+                nb_gpus,
+                safe_gpu.NoPlaceholder(),
+                affinity=None,
+                timeout=patience,
+                share=share,
+                only=only,
+                hold_for=random.choice([None, 1]),
+            )
+        except (safe_gpu.NotEnoughGpusError, safe_gpu.UnsatisfiableRequestError):
+            self.tell("refused")
+            return
+        except SafeGpuError as err:
+            self.tell("error", error=repr(err))
+            return
+        self.work([Held(gpu.whole, gpu.uuid, gpu.is_piece, gpu.mode, owner.share) for gpu in owner.gpus])
+        owner.release_gpus()
 
     def claim_in_c(self, share: int | None, patience: float) -> None:
         """The same by the client in C, which is told to end, or killed."""
-        options = self.options
-        words = [options.client, "-n", 1, "-g", ",".join(self.names), "-m", 80 << 30, "-s", share or 0]
-        words += ["-t", patience, "-p", f"race-{options.vendor}", "sh", "-c", "echo held; read line"]
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        process = subprocess.Popen(list(map(str, words)), text=True, **streams)
-        assert process.stdout is not None
-        if not process.stdout.readline():
+        words = ["-n", 1, "-g", ",".join(self.names), "-m", 80 << 30, "-s", share or 0, "-t", patience]
+        words += ["-p", self.host.preset]
+        process, said = racing.start_client(self.options.client, words, "echo held; read line")
+        if not said:
             _, errors = process.communicate()
             self.tell("refused" if process.returncode == 75 else "violation", error=errors)
             return
-        held = [_held_by(entry) for entry in living_claims() if entry.pid == process.pid]
-        self.work(held)
-        if random.random() < 0.2:
-            process.kill()
-        process.communicate("\n")
+        self.work([_held_by(entry) for entry in living_claims() if entry.pid == process.pid])
+        racing.end_client(process)
 
     @property
     def names(self) -> list[str]:
@@ -257,10 +249,8 @@ class Race:
         for card in self.driver.preset.cards:
             for mode in VENDORS[self.options.vendor].modes:
                 for gpu in card.devices(mode):
-                    two_names = gpu.uuid if gpu.uuid == gpu.whole else f"{gpu.uuid}={gpu.whole}"
-                    piece = f"{gpu.uuid}@{gpu.whole}{gpu.mode and f'+{gpu.mode}'}"
                     if not gpu.unusable:
-                        found[piece if gpu.is_piece else two_names] = None
+                        found[_name_for_client(gpu)] = None
         return list(found)
 
     def work(self, held: list[Held]) -> None:
@@ -287,54 +277,22 @@ class Race:
             time.sleep(random.uniform(0, 0.03))
 
     def run(self) -> list[dict[str, Any]]:
-        """Race for a while. Returns what was told."""
-        options = self.options
-        workers = {f"worker{n}": lambda n=n: self.compete(n) for n in range(options.processes)}
-        workers["administrator"] = self.administrate
-        running: dict[int, str] = {}
-
-        def start(name: str) -> None:
-            pid = os.fork()
-            if pid:
-                running[pid] = name
-                return
-            try:
-                if options.networks and name.startswith("worker") and ctypes.CDLL(None).unshare(0x40000000):
-                    raise OSError("cannot make a network namespace")
-                random.seed(os.urandom(8))
-                break_build(options.broken)
-                workers[name]()
-            except BaseException as err:
-                self.tell("died", who=name, error=repr(err))
-            finally:
-                os._exit(1)
-
-        for name in workers:
-            start(name)
-        end = time.monotonic() + options.seconds
-        try:
-            while time.monotonic() < end:
-                time.sleep(0.05)
-                if random.random() < 0.3:
-                    victim = random.choice([pid for pid, name in running.items() if name.startswith("worker")])
-                    with suppress(ProcessLookupError):
-                        os.kill(victim, signal.SIGKILL)
-                with suppress(ChildProcessError):
-                    while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
-                        if pid in running:
-                            start(running.pop(pid))
-                if options.until_found and any(told["event"] in FOUND for told in self.referee.events()):
-                    break
-        finally:
-            with suppress(ChildProcessError):
-                while True:  # what the workers have left behind too
-                    for pid in procfs.descendants(os.getpid()):
-                        with suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                    os.waitpid(-1, 0)
+        super().run()
         for name in self.silicon.lost():
             self.tell("violation", what="a count is lost", slice=name)
         return self.referee.events()
+
+
+def _name_for_client(gpu: Gpu) -> str:
+    """A device as the client in C takes it: of a piece also its card and mode, of others their second name."""
+    if gpu.is_piece:
+        name = f"{gpu.uuid}@{gpu.whole}"
+        if gpu.mode:
+            name += f"+{gpu.mode}"
+        return name
+    if gpu.uuid != gpu.whole:
+        return f"{gpu.uuid}={gpu.whole}"
+    return gpu.uuid
 
 
 def _held_by(entry: Any) -> Held:
@@ -346,33 +304,15 @@ def _held_by(entry: Any) -> Held:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--processes", type=int, default=8)
+    parser = racing.race_parser(__doc__)
     parser.add_argument("--vendor", choices=VENDORS, default="mig")
     parser.add_argument("--directories", action="store_true", help="two state directories")
-    parser.add_argument("--networks", action="store_true", help="a network for each process: doors are not seen")
-    parser.add_argument("--shares", action="store_true")
     parser.add_argument("--host-lock", choices=("on", "off"), default="on")
-    parser.add_argument("--client", default="", help="path of the client in C, which every second process uses")
-    parser.add_argument("--break", dest="broken", choices=("", *BROKEN), default="")
-    parser.add_argument("--until-found", action="store_true", help="end with the first fault")
     options = parser.parse_args()
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
-    with tempfile.TemporaryDirectory(prefix="race-") as directory:
-        os.chmod(directory, 0o777)
-        simulate(f"race-{options.vendor}", f"{directory}/state", SAFE_GPU_SIMULATED_DIR=f"{directory}/tree")
-        import_everything()  # not by each process
-        if options.host_lock == "off":
-            host_lock.lock_file = lambda fd, path: True
-        told = Race(Path(directory), options).run()
-    what = Counter(f"{one['event']} {one.get('what') or one.get('on') or ''}".rstrip() for one in told)
-    del what["counted"]
-    print(dict(sorted(what.items())))
-    for one in [one for one in told if one["event"] in (*FOUND, "error")][:10]:
-        print(one)
-    return int(any(one["event"] in FOUND for one in told))
+    with racing.host_of_race(f"race-{options.vendor}", has_host_lock=options.host_lock == "on") as host:
+        race = Race(host, options)
+        told = race.run()
+    return race.report(told)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.actor import GONE
 from support.real import REQUIRED, long
-from support.stage import Stage, claims, import_everything, let_go
+from support.stage import Stage, import_everything, let_go
 from support.vendor_hosts import HipHost
 
 RACE = Path(__file__).parent / "entry_race.py"
@@ -82,15 +82,15 @@ def test_they_share_a_state_directory(stage: Stage, umasks: tuple[int, int]) -> 
     """One makes everything; the other one claims, waits, and outlives it."""
     stage.renew(first_use=True)
     mask, other_mask = umasks
-    holder = stage.start("the holder", claims(6), umask=mask)
+    holder = stage.start("the holder", stage.claims(6), umask=mask)
     holder.expect("holds")
-    guest = stage.start("the guest", claims(2), other=True, umask=other_mask)
+    guest = stage.start("the guest", stage.claims(2), other=True, umask=other_mask)
     guest.expect("holds")
     for other in (False, True):
-        refused = stage.start("a third", claims(1), other=other, umask=mask)
+        refused = stage.start("a third", stage.claims(1), other=other, umask=mask)
         assert sorted(refused.expect("refused")[2]) == sorted([holder.pid] * 6 + [guest.pid] * 2)
         refused.end()
-    waiter = stage.start("the waiter", claims(8, 60.0), other=True, umask=other_mask)
+    waiter = stage.start("the waiter", stage.claims(8, 60.0), other=True, umask=other_mask)
     stage.until_queued(waiter)
     holder.end()
     let_go(guest)
@@ -106,7 +106,8 @@ def test_they_come_first_at_once(stage: Stage) -> None:
         stage.renew(first_use=True)
         umasks = [(0o077, 0o022)[(one + number) % 2] for one in range(12)]
         racers = [
-            stage.start(f"racer {one}", claims(1), other=bool(one % 2), umask=umask) for one, umask in enumerate(umasks)
+            stage.start(f"racer {one}", stage.claims(1), other=bool(one % 2), umask=umask)
+            for one, umask in enumerate(umasks)
         ]
         said = [racer.expect("holds", "refused") for racer in racers]
         held = [uuid for word, uuids, *_ in said if word == "holds" for uuid in uuids]
@@ -117,3 +118,4 @@ def test_they_come_first_at_once(stage: Stage) -> None:
             assert racer.hear() == GONE
             racer.end()
         assert stage.flaws() == []
+        assert stage.referee.violations() == []

@@ -19,8 +19,8 @@ if not TOOLS.exists():
     pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
 sys.path.insert(0, str(TOOLS))
 
-from soak import Waiter, broken_promises  # noqa: E402
-from soak_host import Ground, Policy, allowed, may_refuse  # noqa: E402
+from soak_checks import Waiter, broken_promises  # noqa: E402
+from soak_host import Policy, SoakHost, allowed, may_refuse  # noqa: E402
 
 Moments = tuple[float, float, float]
 NUMBERS = {"holder": 1, "large": 2, "second": 3, "small": 4}
@@ -85,37 +85,38 @@ def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
-    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", f"{tmp_path}/ground/tree")
-    return Ground(f"{tmp_path}/ground", "dgx-a100")
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SoakHost:
+    host = SoakHost(f"{tmp_path}/host", "dgx-a100")
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", host.tree)
+    return host
 
 
-def test_a_process_on_the_gpu_of_a_claim_is_a_violation(ground: Ground) -> None:
+def test_a_process_on_the_gpu_of_a_claim_is_a_violation(host: SoakHost) -> None:
     driver = api.SimulatedDriver("dgx-a100")
     gpu, other = (one.uuid for one in driver.idle.gpus[:2])
     with driver.occupy(gpu, pid=os.getppid()), driver.occupy(other, pid=os.getppid()):
-        ground.look_for_company([gpu])
-    assert [(event["uuid"], event["rival"]) for event in ground.referee.events()] == [(gpu, str(os.getppid()))]
+        host.look_for_company([gpu])
+    assert [(event["uuid"], event["rival"]) for event in host.referee.events()] == [(gpu, str(os.getppid()))]
 
 
-def test_a_stranger_that_comes_while_the_referee_looks_is_none(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_comes_while_the_referee_looks_is_none(host: SoakHost, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = api.SimulatedDriver("dgx-a100")
     driver.occupy(driver.idle.gpus[1].uuid).close()  # makes the tree
     gpu, contexts, listdir = driver.idle.gpus[0].uuid, [], os.listdir
 
     def then_a_stranger(path: str) -> list[str]:
         found = listdir(path)
-        stranger = Path(ground.root, "strangers", str(os.getppid()))
+        stranger = Path(host.path, "strangers", str(os.getppid()))
         if not stranger.exists():  # the driver lists that directory too
             stranger.touch()
             contexts.append(driver.occupy(gpu, pid=os.getppid()))
         return found
 
     monkeypatch.setattr(os, "listdir", then_a_stranger)
-    ground.look_for_company([gpu])
+    host.look_for_company([gpu])
     assert contexts
     contexts.pop().close()
-    assert ground.referee.events() == []
+    assert host.referee.events() == []
 
 
 WHOLE, HALF, INSIDE = Part(), Part(40), Part(inside=True)

@@ -1,6 +1,5 @@
 """A process that does one thing at a time: it says what it has done, listens, and is killed."""
 
-import ctypes
 import os
 import signal
 import traceback
@@ -8,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
+
+from support.kernel import let_others_look
 
 Say = Callable[[object], None]
 Listen = Callable[[], str]
@@ -135,4 +136,4 @@ def become(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE
+    let_others_look()

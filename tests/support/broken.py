@@ -1,5 +1,6 @@
 """Builds that are broken on purpose: each must be caught by the race, the soak, the explorer or the crash points."""
 
+import argparse
 import math
 import os
 from collections.abc import Callable
@@ -225,3 +226,10 @@ def break_build(name: str) -> None:
     """Break what this process does from now on; "" breaks nothing."""
     for owner, attribute, other in BROKEN[name] if name else ():
         setattr(owner, attribute, other)
+
+
+def add_break_option(parser: argparse.ArgumentParser) -> None:
+    """Add --break to the parser of what must then find the build broken, as ``broken``."""
+    parser.add_argument(
+        "--break", dest="broken", choices=("", *BROKEN), default="", help="break the claim code: must end with 1"
+    )

@@ -1,6 +1,5 @@
 """Processes that do one thing and say when they have, also of other users, and the command as users start it."""
 
-import ctypes
 import fcntl
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from support.actor import Actor, Listen, Say, in_words
 from support.gpus import PACKAGE_ROOT, program
+from support.kernel import come_back, leave_network
 from support.real import wait_for
 from support.stage import import_everything
 
@@ -129,14 +129,15 @@ def free_port() -> int:
 @contextmanager
 def own_network() -> Iterator[None]:
     """Put this process, and what it starts, into a network namespace of its own."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net", "rb") as before:
-        if libc.unshare(0x40000000):
+        try:
+            leave_network()
+        except OSError:
             pytest.skip("cannot make a network namespace here")
         try:
             yield
         finally:
-            assert libc.setns(before.fileno(), 0x40000000) == 0
+            come_back(before.fileno())
 
 
 @contextmanager

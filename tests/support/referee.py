@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_DYING = 5.0  # seconds that a process takes to close its descriptors at most
+DYING = 5.0  # seconds that a process takes to close its descriptors at most
 _EXITING = 0x4  # PF_EXITING in the flags of /proc/PID/stat
 
 
@@ -125,7 +125,12 @@ class Referee:
             file.write(json.dumps(line, default=str).encode()[:4000] + b"\n")
 
     def events(self) -> list[dict[str, Any]]:
+        """All that was told, in this order; each has ``event``, ``pid`` and ``at``, of ``time.monotonic()``."""
         return [json.loads(line) for line in Path(self.log).read_text().splitlines()]
+
+    def violations(self) -> list[str]:
+        """What it has seen that must not be."""
+        return [f"{event['what']}: {event}" for event in self.events() if event["event"] == "violation"]
 
     def begin(
         self,
@@ -152,13 +157,13 @@ class Referee:
         self.sign(mark)
         os.fchmod(fd, 0o666)
         os.rename(path, mark.path)
-        until = time.monotonic() + _DYING
+        until = time.monotonic() + DYING
         while True:
             there = self.held(uuid)
             what = self._what_is_wrong(there, inside)
             if not what:
                 return mark
-            living = [one for one in there if self.lives(one)]
+            living = [one for one in there if self.lives(one["pid"], one["start"])]
             if self._what_is_wrong(living, inside) or time.monotonic() > until:
                 rivals = [one for one in there if one["pid"] != facts["pid"]]
                 self.tell("violation", what=what, uuid=uuid, rivals=rivals)
@@ -201,8 +206,11 @@ class Referee:
             words = Path(f"{self.proc}/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return ""
-        return "" if words[0] in "ZX" or int(words[6]) & _EXITING else words[19]
+        has_ended = words[0] in "ZX"
+        if has_ended or int(words[6]) & _EXITING:
+            return ""
+        return words[19]
 
-    def lives(self, facts: dict[str, Any]) -> bool:
-        """Whether the process that has signed a mark lives."""
-        return self.start_time(facts["pid"]) == facts["start"]
+    def lives(self, pid: int, start: str) -> bool:
+        """Whether the process with this number and start lives."""
+        return start != "" and self.start_time(pid) == start

@@ -7,13 +7,15 @@ import re
 import shutil
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from support.actor import Actor, Work
+from support.referee import Referee
 
 import safe_gpu
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -48,24 +50,6 @@ def import_everything() -> None:
                 import_module(name)
 
 
-def claims(nb_gpus: int, timeout: float = 0.0, **options: Any) -> Work:
-    """What an actor does that claims, says ``holds`` or ``refused``, and releases when it is told to."""
-
-    def work(line: Connection) -> None:
-        options.setdefault("placeholder_fn", safe_gpu.NoPlaceholder())
-        try:
-            owner = safe_gpu.GPUOwner(nb_gpus, timeout=timeout, affinity=None, **options)
-        except safe_gpu.SafeGpuError as err:
-            line.send(("refused", str(err), [verdict.pid for verdict in getattr(err, "verdicts", ())]))
-            return
-        line.send(("holds", [gpu.uuid for gpu in owner.gpus], os.environ.get("SAFE_GPU_SCOPE", "")))
-        line.recv()
-        owner.release_gpus()
-        line.send(("done",))
-
-    return work
-
-
 def let_go(actor: Actor) -> None:
     """Have it release its GPUs."""
     actor.tell()
@@ -82,48 +66,154 @@ def place_for_all(name: str, *, in_memory: bool = False) -> str:
     return path
 
 
+def replace_file(path: str, text: str) -> None:
+    """Write a file that all users may read, in the place of the one that is there: they see one of the two."""
+    with open(f"{path}.new", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(f"{path}.new", 0o644)
+    os.rename(f"{path}.new", path)
+
+
+class HostDirectory:
+    """A directory with a simulated host, where all users may claim. Other processes know it by its path.
+
+    Args:
+        path: of the directory, which is made if it does not exist.
+        preset: of the simulated host.
+        has_tree: whether the driver's files are beside the state directories, for all of them; else they are in each.
+
+    Attributes:
+        state: a state directory, which does not exist at first; processes may have others.
+        tree: where the driver's files are; "" is in the state directory.
+        policy: of the host, if that exists.
+    """
+
+    def __init__(self, path: str, preset: str, *, has_tree: bool = True) -> None:
+        self.path = path
+        self.preset = preset
+        self.state = f"{path}/state"
+        self.tree = f"{path}/tree" if has_tree else ""
+        self.policy = f"{path}/policy.ini"
+        if not os.path.isdir(path):
+            self.make_place("")
+
+    def make_place(self, name: str) -> str:
+        """Make a directory in it where all users may make files; its path."""
+        path = os.path.join(self.path, name)
+        os.mkdir(path)
+        os.chmod(path, 0o1777)
+        return path
+
+    def enter(self, state: str = "") -> None:
+        """Make this process one on this host.
+
+        Args:
+            state: its state directory, if it is another one than :attr:`state`.
+        """
+        variables = {}
+        if self.tree:
+            variables["SAFE_GPU_SIMULATED_DIR"] = self.tree
+        if os.path.exists(self.policy):
+            variables["SAFE_GPU_POLICY"] = self.policy
+        simulate(self.preset, state or self.state, **variables)
+
+    def make_files_of_driver(self) -> None:
+        """Make what the first process on a GPU makes; in a process that has entered this host."""
+        driver = SimulatedDriver(self.preset)
+        driver.occupy(driver.idle.gpus[0].uuid, memory=1).close()
+
+    def remove(self) -> None:
+        """Remove the directory and all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def temporary_host(name: str, preset: str) -> Iterator[HostDirectory]:
+    """A simulated host in a directory of its own, which this process enters; it is removed at the end."""
+    place = place_for_all(name)
+    try:
+        host = HostDirectory(f"{place}/host", preset)
+        host.enter()
+        yield host
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def left_behind(state: str) -> list[str]:
     """The entries in a state directory in which nobody claims or waits any more: there should be none."""
     return [str(path) for part in ("claims", "queue") for path in Path(state, part).glob("[0-9]*")]
 
 
 class Stage:
-    """A simulated host in a directory that is open to all users; where root runs this, two users claim there.
+    """A simulated host and a referee; where root runs this, two users claim there.
 
     Attributes:
         patience: seconds that an actor may take to say anything.
-        state: the state directory.
+        host: is another one after each :meth:`renew`.
+        referee: who is told what all actors have that claim by :meth:`claims`.
     """
 
     def __init__(self, preset: str = "dgx-a100", patience: float = 15.0) -> None:
-        self.preset, self.patience = preset, patience
-        self.base = place_for_all("stage")
-        self.users: tuple[int | None, int | None] = USERS if os.geteuid() == 0 else (None, None)
-        self.number = 0
+        self.preset = preset
+        self.patience = patience
+        self._place = place_for_all("stage")
+        self._users: tuple[int | None, int | None] = (None, None)
+        if os.geteuid() == 0:
+            self._users = USERS
+        self._number = 0
         self.renew(first_use=False)
 
+    @property
+    def state(self) -> str:
+        """The state directory."""
+        return self.host.state
+
     def renew(self, *, first_use: bool) -> None:
-        """Go on in another directory, in which nobody has claimed anything yet if ``first_use``."""
-        shutil.rmtree(os.path.join(self.base, str(self.number)), ignore_errors=True)
-        self.number += 1
-        place = os.path.join(self.base, str(self.number))
-        os.mkdir(place)
-        os.chmod(place, 0o1777)
-        self.state = os.path.join(place, "state")
-        simulate(self.preset, self.state)
+        """Go on with another host, on which nobody has claimed anything yet if ``first_use``."""
+        if self._number:
+            self.host.remove()
+        self._number += 1
+        self.host = HostDirectory(f"{self._place}/{self._number}", self.preset, has_tree=False)
+        self.host.enter()
+        gpus = SimulatedDriver(self.preset).idle.gpus
+        self.referee = Referee(f"{self.host.path}/referee", max(gpu.memory_total or 0 for gpu in gpus))
         if not first_use:
             # By root: its files are nobody's whom a sticky directory would let remove them.
-            one = Actor(claims(len(SimulatedDriver(self.preset).idle.gpus)), name="the first", patience=self.patience)
+            one = Actor(self.claims(len(gpus)), name="the first", patience=self.patience)
             one.expect("holds")
             let_go(one)
             one.end()
-            driver = SimulatedDriver(self.preset)
-            with driver.occupy(driver.idle.gpus[0].uuid, memory=1):  # the driver's own directories
-                pass
+            self.host.make_files_of_driver()
 
     def start(self, name: str, work: Work, *, other: bool = False, umask: int | None = None) -> Actor:
         """Start a process of the first user, or of the other one."""
-        return Actor(work, name=name, uid=self.users[other], umask=umask, patience=self.patience)
+        return Actor(work, name=name, uid=self._users[other], umask=umask, patience=self.patience)
+
+    def claims(self, nb_gpus: int, timeout: float = 0.0, *, inside: bool = False, **options: Any) -> Work:
+        """What an actor does that claims, says ``holds`` or ``refused``, and releases when it is told to.
+
+        The referee is told of what it has.
+
+        Args:
+            inside: whether it claims inside another claim.
+        """
+        options.setdefault("placeholder_fn", safe_gpu.NoPlaceholder())
+
+        def work(line: Connection) -> None:
+            try:
+                owner = safe_gpu.GPUOwner(nb_gpus, timeout=timeout, affinity=None, **options)
+            except safe_gpu.SafeGpuError as err:
+                line.send(("refused", str(err), [verdict.pid for verdict in getattr(err, "verdicts", ())]))
+                return
+            marks = [self.referee.begin(gpu.uuid, owner.share, inside=inside) for gpu in owner.gpus]
+            line.send(("holds", [gpu.uuid for gpu in owner.gpus], os.environ.get("SAFE_GPU_SCOPE", "")))
+            line.recv()
+            for mark in marks:
+                mark.end()
+            owner.release_gpus()
+            line.send(("done",))
+
+        return work
 
     def until_queued(self, actor: Actor) -> None:
         """Return when it stands in the queue, or has something to say."""
@@ -139,22 +229,41 @@ class Stage:
 
         An unfinished entry is removed when it is a minute old.
         """
-        state, place = Path(self.state), Path(self.state).parent
-        left = [path for path in place.rglob(".*") if not re.fullmatch(r"\.[0-9a-f]{16}", path.name)]
-        left += map(Path, left_behind(self.state))
-        left += [path for path in state.glob("simulated/*/*") if path.suffix != ".bad"]
-        found = [f"left: {path.relative_to(place)}" for path in left]
-        for path in (state, *state.rglob("*")):
-            mode, wanted = path.stat().st_mode & 0o7777, 0o1777 if path.is_dir() else 0o666
-            if mode != wanted and not path.name.startswith(".") and "simulated/" not in str(path):
-                found.append(f"{path.relative_to(place)} has mode {mode:o}")
-        for path in state.glob("history/*.jsonl"):
-            for line in path.read_bytes().splitlines():
-                try:
-                    json.loads(line)
-                except ValueError:
-                    found.append(f"torn line in {path.name}: {line!r}")
-        return found
+        state = Path(self.state)
+        return [*self._left(state), *_wrong_modes(state), *_torn_lines(state)]
+
+    def _left(self, state: Path) -> list[str]:
+        """What is there that nobody needs."""
+        unfinished = [path for path in state.parent.rglob(".*") if not re.fullmatch(r"\.[0-9a-f]{16}", path.name)]
+        entries = [Path(path) for path in left_behind(self.state)]
+        contexts = [path for path in state.glob("simulated/*/*") if path.suffix != ".bad"]
+        return [f"left: {path.relative_to(state.parent)}" for path in (*unfinished, *entries, *contexts)]
 
     def close(self) -> None:
-        shutil.rmtree(self.base, ignore_errors=True)
+        """Remove everything."""
+        shutil.rmtree(self._place, ignore_errors=True)
+
+
+def _wrong_modes(state: Path) -> list[str]:
+    """Files and directories of a state directory that not all users may read and write."""
+    found = []
+    for path in (state, *state.rglob("*")):
+        if path.name.startswith(".") or "simulated/" in str(path):
+            continue
+        mode = path.stat().st_mode & 0o7777
+        wanted = 0o1777 if path.is_dir() else 0o666
+        if mode != wanted:
+            found.append(f"{path.relative_to(state.parent)} has mode {mode:o}")
+    return found
+
+
+def _torn_lines(state: Path) -> list[str]:
+    """Lines of the history that are not JSON."""
+    found = []
+    for path in state.glob("history/*.jsonl"):
+        for line in path.read_bytes().splitlines():
+            try:
+                json.loads(line)
+            except ValueError:
+                found.append(f"torn line in {path.name}: {line!r}")
+    return found

@@ -1,4 +1,4 @@
-"""Which of the processes that a poll listed have gone since. Waiters find that out without asking the driver.
+"""Which of the processes that a poll listed have gone since, as waiters find out without asking the driver.
 
 The second poll of a claim shows whether it was right: the driver is asked about each GPU before it is used.
 """

@@ -214,11 +214,10 @@ def _near(gpus: Sequence[Gpu], driver: Driver, arguments: ClaimArguments) -> dic
     try:
         there = near(gpus, driver, options, None, present_mask())
     except GPUAffinityError:
-        if (
-            options is not None and options.mode == "node" and arguments.memory is None
-        ):  # the default: no reason to fail
-            return places
-        raise
+        is_default = options is not None and options.mode == "node" and arguments.memory is None
+        if not is_default:
+            raise
+        return places
     for index in places:
         share = cores_of_share(there.shares.get(index, ()), there.topology)
         cores = sorted(tuple(sorted(core)) for core in share)

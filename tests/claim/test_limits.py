@@ -140,7 +140,7 @@ def test_max_wait_ends_a_wait(rules: Any, ground: Any, command: Any) -> None:
     path = rules(NAMED + "max_wait = 0")
     ground.hold(*range(8))
     done = command.run("run", "--timeout", "inf", "--", "true")
-    said = f"1 GPU asked for, 0 free: try again ({path} limits the wait)."
+    said = f"1 GPU asked for, 0 free: try again ({path} limits the wait)\n"
     assert (done.returncode, said in done.stderr) == (75, True)
 
 

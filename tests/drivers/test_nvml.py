@@ -322,7 +322,7 @@ def test_a_gpu_lost_during_the_poll(host: Any, driver: api.nvml.NvmlDriver, fiel
 def test_a_gpu_that_this_process_may_not_open_and_two_with_one_uuid(host: Any, driver: api.nvml.NvmlDriver) -> None:
     host.change(0, handle_error=NO_PERMISSION)
     snapshot = driver.snapshot()
-    assert "may not open" in (snapshot.gpus[0].unusable or "")
+    assert "closed to this process" in (snapshot.gpus[0].unusable or "")
     assert not snapshot.gpus[0].lost
     assert snapshot.needs_uuids, "CUDA does not number it either"
     host.write({}, {"uuid": host.uuids[0]})

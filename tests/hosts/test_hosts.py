@@ -81,7 +81,7 @@ def test_whose_hosts_count(files: Any) -> None:
     ("text", "mode", "told"),
     [
         ("[host]\nhosts = a\n", 0o664, "mode 644 at most: chmod 644"),
-        ("[host]\nhosts = -x\n", 0o644, ":2: '-x' is no name"),
+        ("[host]\nhosts = -x\n", 0o644, ":2: '-x' is not the name"),
         ("[host]\nstate_dir = /x\n", 0o644, "state_dir is for root's file; here hosts and remote_command count"),
     ],
 )

@@ -192,7 +192,7 @@ def test_a_claim_inside_another_one_is_told_too(nvidia: Any, played: Callable[..
     played(gpus={whole: None}, token="t", job="sge:11")
     played(gpus={whole: None}, inside="t")
     divide(nvidia, 1)
-    (note,) = (line for line in lines_of(api.gather()) if "inside it" in line)
+    (note,) = (line for line in lines_of(api.gather()) if "inside this claim" in line)
     assert note.startswith("GPU 0,0:0: ")
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from support import api
+from support.actor import Actor
 from support.claims import claim, try_claim
 from support.forks import forked, in_fork
+from support.stage import claims
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
@@ -274,11 +276,15 @@ def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, ground: Any)
     assert try_claim(1) == (0,)
 
 
-def test_sixteen_and_no_more(sharing: Any, ground: Any) -> None:
-    holders = [sharing(share="1GiB", only="0") for _ in range(16)]
+def test_sixteen_and_no_more(cleanup: Any, ground: Any) -> None:
+    holders = []
+    for _ in range(16):
+        holders.append(Actor(claims(1, share="1GiB", only="0")))
+        cleanup.callback(holders[-1].end)
+        holders[-1].expect("holds")
     with pytest.raises(NotEnoughGpusError, match="16 claims share it already"):
         claim(1, share="1GiB", only="0")
-    holders[3].kill()
+    holders[3].end()
     with claim(1, share="1GiB", only="0"):
         assert [one.parts for one in ground.claims() if one.pid == os.getpid()] == [{ground.uuids[0]: 3}]
 

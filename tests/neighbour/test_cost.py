@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
-from support.costs import CASES, Case, Crowd, costs_of
+from support.costs import CASES, Case, Cost, Crowd, measuring
 from support.ground import write_for_all
 from support.processes import PACKAGE_ROOT
 from support.real import long
@@ -223,6 +223,17 @@ def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: An
 
 MILLISECONDS, LOCKED, MEBIBYTES = 300, 60, 100  # of 60,000 names at most
 NOISE = 1.5  # beyond what a loop shows at the same time
+TRIES = 3  # beside other processes some measurements are too high
+
+
+def is_little(case: Case, cost: Cost) -> bool:
+    scale = case.names / 60_000 * cost.slowness * NOISE
+    return (
+        cost.end == "done"
+        and cost.milliseconds < MILLISECONDS * scale
+        and cost.locked < LOCKED * scale
+        and cost.mebibytes < MEBIBYTES
+    )
 
 
 @needs_root
@@ -230,12 +241,11 @@ NOISE = 1.5  # beyond what a loop shows at the same time
     "case", [pytest.param(case, id=case.name, marks=[long] if case.takes_long else []) for case in CASES]
 )
 def test_what_one_user_makes_costs_others_little(case: Case) -> None:
-    (cost,) = costs_of(case, [PACKAGE_ROOT])
-    scale = case.names / 60_000 * cost.slowness * NOISE
-    assert cost.end == "done"
-    assert cost.milliseconds < MILLISECONDS * scale
-    assert cost.locked < LOCKED * scale
-    assert cost.mebibytes < MEBIBYTES
+    costs: list[Cost] = []
+    with measuring(case) as cost_to:
+        while len(costs) < TRIES and not (costs and is_little(case, costs[-1])):
+            costs.append(cost_to(PACKAGE_ROOT))
+    assert is_little(case, costs[-1]), costs
 
 
 @needs_root

@@ -14,6 +14,7 @@ import pytest
 from support import api
 from support.ground import write_for_all
 from support.hostile import TRICK, assert_plain, assert_shown_safely
+from support.real import long
 
 NEIGHBOUR, THIRD = 4711, 4712
 LONG = TRICK * 8
@@ -148,8 +149,10 @@ def written(state_dir: Path, ground: Any, child: Any, entry_of: Any, as_user: An
     return state_dir
 
 
-@pytest.mark.parametrize("uid", [0, THIRD])
-@pytest.mark.parametrize("owner", [0, NEIGHBOUR])
+@pytest.mark.parametrize(
+    ("owner", "uid"),
+    [(0, THIRD), (NEIGHBOUR, 0), *(pytest.param(*pair, marks=long) for pair in [(0, 0), (NEIGHBOUR, THIRD)])],
+)
 def test_every_command(written: Path, shown: Callable[..., str], uid: int, owner: int, rules: Any) -> None:
     """Also where the state directory is the neighbour's, who may drain GPUs then."""
     rules("[default]\nmax_gpus = 8")

@@ -144,14 +144,14 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "way",
     [
-        "--host-lock on --shares --inside",
-        "--host-lock off --shares --orphans",
+        pytest.param("--host-lock on --shares --inside", marks=long),
+        pytest.param("--host-lock off --shares --orphans", marks=long),
         "--host-lock off --shares --inside --directories",
         pytest.param("--shares --networks", marks=NETWORKS),
     ],
 )
 def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way: str) -> None:
-    done = entry_race(build("client.c", "-O2"), "--seconds", "6" if REQUIRED else "2", *way.split())
+    done = entry_race(build("client.c", "-O2"), "--seconds", "6" if REQUIRED else "1", *way.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'claimed'" in done.stdout
 

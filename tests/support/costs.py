@@ -341,9 +341,16 @@ print(json.dumps([*found, (before + seconds_of_status()) / 2]))
 _STATUS = 2e-6  # seconds of a call of os.stat on an idle machine
 
 
-def costs_of(case: Case, checkouts: Sequence[Path], repeat: int = 3) -> list[Cost]:
-    """Return what a case costs a command of each checkout, beyond what it takes in a quiet directory: the least of
-    several times, in turns."""
+def costs_of(case: Case, checkouts: Sequence[Path], repeat: int) -> list[Cost]:
+    """Return what a case costs a command of each checkout: the least of several times, in turns."""
+    with measuring(case) as cost_to:
+        found = [[cost_to(checkout) for checkout in checkouts] for _ in range(repeat)]
+    return [min(costs, key=lambda cost: cost.milliseconds / cost.slowness) for costs in zip(*found, strict=True)]
+
+
+@contextmanager
+def measuring(case: Case) -> Iterator[Callable[[Path], Cost]]:
+    """Yield what measures once what a case costs a command of a checkout, beyond what it takes in a quiet directory."""
     above = case.above or "/dev/shm"
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="safe-gpu-costs-", dir=above)))
@@ -352,8 +359,7 @@ def costs_of(case: Case, checkouts: Sequence[Path], repeat: int = 3) -> list[Cos
         quiet = [scratch / "first", scratch / "quiet"]
         for place in quiet:
             Crowd(place)
-        found = [[_measured(case, checkout, scratch, [*quiet, crowd]) for checkout in checkouts] for _ in range(repeat)]
-    return [min(costs, key=lambda cost: cost.milliseconds / cost.slowness) for costs in zip(*found, strict=True)]
+        yield lambda checkout: _measured(case, checkout, scratch, [*quiet, crowd])
 
 
 def _measured(case: Case, checkout: Path, scratch: Path, places: list[Path]) -> Cost:

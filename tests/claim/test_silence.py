@@ -139,8 +139,8 @@ def test_a_question_has_its_time_even_without_a_wait(gpus: Any) -> None:
 
 def test_a_command_gives_up_when_its_time_is_over(child: Any, fake_gpus: Any, state_dir: Path) -> None:
     fake_gpus.options(hangs="nvmlDeviceGetCount_v2")
-    main = "import safe_gpu.drivers.patience as patience; patience.AT_LEAST = patience.TO_CLOSE = 0.3; "
-    main += "from safe_gpu.cli import main; "
+    main = "import pynvml, safe_gpu.drivers.nvml, safe_gpu.drivers.patience as patience; "  # not within the time
+    main += "patience.AT_LEAST = patience.TO_CLOSE = 1.0; from safe_gpu.cli import main; "
     for command in (["run", "-q", "--timeout", "0.1", "--", "true"], ["wait", "-q", "--timeout", "0.1"]):
         started = child(f"{main} sys.exit(main({command}))", env=fake_gpus.env)
         out, err = started.process.communicate(timeout=60)

@@ -101,3 +101,20 @@ def test_a_client_of_containers_behind_sudo(command: Any, tmp_path: Path, ground
     done = typed(command, f"{path}{line} printenv CUDA_VISIBLE_DEVICES")
     assert (done.stdout, done.stderr) == ("0\n", "")
     assert shlex.split(line)[:5] == ["sudo", "-n", "docker", "run", "-v"]
+
+
+def test_a_file_of_settings_that_others_may_write(command: Any, tmp_path: Path) -> None:
+    """Where ``--all-hosts`` finds the hosts."""
+    path = tmp_path / ".config/safe-gpu/config.ini"
+    path.parent.mkdir(parents=True)
+    path.write_text("[host]\nhosts = localhost\n")
+    path.chmod(0o666)
+    line = "safe-gpu status --all-hosts --json"
+    done = typed(command, line, HOME=str(tmp_path), SAFE_GPU_HOSTS="")
+    way_out = re.search(r": (chmod 644 \S+)$", done.stderr.strip())
+    assert way_out is not None, done
+    typed(command, way_out[1])
+    program(tmp_path / "ssh", "exit 255")
+    done = typed(command, f"PATH={tmp_path}:$PATH; {line}", HOME=str(tmp_path), SAFE_GPU_HOSTS="")
+    assert "chmod" not in done.stderr
+    assert "localhost" in done.stdout + done.stderr

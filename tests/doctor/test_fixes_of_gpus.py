@@ -18,6 +18,7 @@ from support import api
 from support.findings import ASK, environment, finding
 from support.gpus import program
 from support.processes import ALL_ARE_SEEN
+from support.vendor_hosts import IntelHost
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount and to act as other users")
 
@@ -135,15 +136,17 @@ def test_a_claim_that_works_ends_the_note_of_one_that_failed(
 
 def test_numbers_that_are_wrong(fake_gpus: Any, fake_nvidia_smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer driver, or nvidia-smi."""
+    fake_gpus.set(1)
     fake_gpus.options(driver_version="535.54.03")
     fake_gpus.use_nvml_here()
     way_out = re.fullmatch(r"upgrade the driver to (\S+) or newer, or set (\w+)=(\S+)", finding("GPU driver").fix)
     assert way_out is not None
     fake_gpus.options(driver_version=way_out[1])
-    assert finding("GPU driver").status == "passed"
+    assert "wrong numbers" not in finding("GPU driver").detail
     fake_gpus.options(driver_version="535.54.03")
     monkeypatch.setenv(way_out[2], way_out[3])
-    assert finding("GPU driver", environment(**os.environ)).status == "passed"
+    found = finding("GPU driver", environment(**os.environ))
+    assert (found.detail.startswith("nvidia-smi "), "wrong numbers" in found.detail) == (True, False)
 
 
 @pytest.mark.parametrize("vendor", api.VENDORS.values(), ids=lambda vendor: vendor.title)
@@ -204,7 +207,7 @@ def test_nvidia_ml_py_is_installed(fake_gpus: Any, fake_nvidia_smi: Any, pip: Pa
         shutil.rmtree(pip / "pynvml")  # which is no package that pip knows
     typed(fix)
     assert required() >= {re.split(" ", fix)[-1]}
-    assert fake_gpus.python(ASK, "GPU driver", **variables).startswith("passed|nvml ")
+    assert fake_gpus.python(ASK, "GPU driver", **variables).split("|")[1].startswith("nvml ")
 
 
 def test_nvml_is_where_the_loader_finds_it(
@@ -216,7 +219,7 @@ def test_nvml_is_where_the_loader_finds_it(
     variables = {"SAFE_GPU_DRIVER": "auto"}
     status, _, fix = fake_gpus.python(ASK, "GPU driver", LD_LIBRARY_PATH=str(elsewhere), **variables).split("|")
     assert (status, "pip" in fix, "LD_LIBRARY_PATH" in fix) == ("warning", False, True)
-    assert fake_gpus.python(ASK, "GPU driver", **variables).startswith("passed|nvml ")
+    assert fake_gpus.python(ASK, "GPU driver", **variables).split("|")[1].startswith("nvml ")
 
 
 def test_filelock_is_installed(pip: Path, fake_gpus: Any) -> None:
@@ -241,3 +244,30 @@ def test_another_driver_lists_processes(fake_gpus: Any, fake_nvidia_smi: Any, mo
     variables = dict(re.findall(r"(SAFE_GPU_DRIVER)=(nvidia-smi)", found.fix))
     monkeypatch.setenv("SAFE_GPU_DRIVER", variables["SAFE_GPU_DRIVER"])
     assert finding("process lists").status == "passed"
+
+
+@as_root
+def test_what_the_kernel_shows_to_root(open_tmp: Path, as_user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The open files of others' processes, by which Intel's are known."""
+    host = IntelHost(open_tmp / "root")
+    host.gpu("0000:4d:00.0", memory=48 << 30)
+    host.client(os.getpid(), "0000:4d:00.0", "drm-total-vram0:\t0")
+    typed(f"chmod -R 777 {host.root}; chmod 700 {host.root}/proc/{os.getpid()}/fd*")
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(host.root))
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "intel")
+
+    def check(say: Any, listen: Any) -> None:
+        found = finding("process lists")
+        say(f"{found.status}: {found.fix}")
+
+    assert as_user(check, uid=4711).hear().startswith("warning: make sure that nobody uses these GPUs")
+    assert finding("process lists").status == "passed"
+
+
+def test_a_gpu_that_the_job_was_not_given(fake_gpus: Any) -> None:
+    """A scheduler lets the job open it once it was asked."""
+    fake_gpus.change(2, handle_error=4)
+    fake_gpus.use_nvml_here()
+    assert finding("access to GPUs").fix == "ask the scheduler or the container for these GPUs"
+    fake_gpus.set(8)
+    assert finding("access to GPUs").status == "passed"

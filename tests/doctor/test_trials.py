@@ -158,11 +158,13 @@ def test_a_closed_directory_is_one_finding(
     assert as_user(check, uid=65534).hear() == "state directory passed"
 
 
-def test_a_relative_directory_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_directory_is_one_finding(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DIR", "state")
     failed = wrong()
     assert [*failed] == ["state directory"]
     assert "set it to an absolute path" in failed["state directory"].detail
+    monkeypatch.setenv("SAFE_GPU_DIR", str(open_tmp / "state"))
+    assert wrong() == {}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file it must be")

@@ -85,12 +85,12 @@ class HoldTime(NamedTuple):
     Attributes:
         seconds: at least 1; None if that is not known.
         end: when the batch job ends, Unix seconds; used if ``seconds`` is None.
-        said: whether the caller said it. If not, a claim inside another one ends with that one.
+        stated: whether the caller stated it. If not, a claim inside another one ends with that one.
     """
 
     seconds: float | None = None
     end: float | None = None
-    said: bool = False
+    stated: bool = False
 
     def at(self, now: float, outer_end: float | None = None) -> float | None:
         """Return the seconds for a claim that gets its GPUs at ``now``, at least 1; None is unknown.
@@ -99,7 +99,7 @@ class HoldTime(NamedTuple):
             outer_end: when the enclosing claim will probably end, Unix seconds; None if there is none, or if that is
                 not known.
         """
-        if self.said:
+        if self.stated:
             return self.seconds
         end = outer_end
         if end is None:
@@ -123,7 +123,7 @@ def parse_hold_for(hold_for: object, environ: Mapping[str, str], job: JobContext
         UnsatisfiableRequestError: less than a second, not a number, or of another type.
     """
     if hold_for is not DEFAULT:
-        return HoldTime(_hold_seconds(hold_for, "hold_for"), said=True)
+        return HoldTime(_hold_seconds(hold_for, "hold_for"), stated=True)
     text = environ.get("SAFE_GPU_FOR")
     if text:
         return HoldTime(_hold_seconds(text, "SAFE_GPU_FOR"))

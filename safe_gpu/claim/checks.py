@@ -261,7 +261,7 @@ def _unknown_processes(view: HostView, claim: Claim, before: Gpu, now: Gpu) -> l
     others = [process for process in others if process.pid not in known]
     if claim.share is None or not others:
         return others
-    holder = Claims(living_claims(), [now]).holders_as_said().get(now.uuid)
+    holder = Claims(living_claims(), [now]).holders_as_written().get(now.uuid)
     if holder is None:
         return strangers(others, (), procfs.family_of)
     return strangers(others, holder.sharers, procfs.family_of)

@@ -182,7 +182,7 @@ class Claim:
     """What one claim holds. It is created empty and filled step by step, so that :meth:`release` works at any time.
 
     Args:
-        facts: of this process, see :func:`~safe_gpu.coordination.entry.said_by_this_process`; made before host.lock is
+        facts: of this process, see :func:`~safe_gpu.coordination.entry.facts_of_this_process`; made before host.lock is
             taken.
         secret: lets child processes claim inside this claim; "" for none.
 

@@ -32,12 +32,12 @@ from ..wording.text import format_age, plural
 _MOST_UNKNOWN = 256
 
 
-def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = None, *, said: bool = False) -> None:
+def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = None, *, stated: bool = False) -> None:
     """Refuse a claim that is not made inside another one and that the policy never allows.
 
     Args:
         seconds: for how long it says that it will hold its GPUs.
-        said: whether the caller said so, and not a variable.
+        stated: whether the caller stated it, and not a variable.
 
     Raises:
         UnsatisfiableRequestError: more GPUs, or a longer time, than the policy allows, and by which section of the
@@ -60,7 +60,7 @@ def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = 
         )
     if limits.max_hold is not None and seconds is not None and seconds > limits.max_hold:
         name = "SAFE_GPU_FOR"
-        if said:
+        if stated:
             name = style.option("hold_for")
         raise UnsatisfiableRequestError(
             f"{name} says {format_age(seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
@@ -118,14 +118,14 @@ class Quota:
             for uid in waiting.difference(self._most):
                 self._most[uid] = policy.limits_of_user(self.rules, uid).max_gpus
 
-    def hold_within(self, seconds: float | None, *, said: bool) -> float | None:
+    def hold_within(self, seconds: float | None, *, stated: bool) -> float | None:
         """Return for how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
 
         Args:
             seconds: by its own word, or by that of the batch job.
-            said: whether the claim said it. If not, and nothing is known, the default of the policy applies.
+            stated: whether the claim stated it. If not, and nothing is known, the default of the policy applies.
         """
-        if seconds is None and not said:
+        if seconds is None and not stated:
             seconds = self.limits.default_hold
         if self.limits.max_hold is None:
             return seconds

@@ -41,7 +41,7 @@ class HeldByOthers:
 
     def holders(self) -> dict[str, Holder]:
         """Return UUID -> who holds it, or whose claims share it."""
-        return self.claims.holders_as_said(self.inside)
+        return self.claims.holders_as_written(self.inside)
 
     def room_of(self, gpu: Gpu) -> int:
         """Return the bytes of a GPU that are not promised to claims that share it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..affinity.binding import BindingReport, bind_claim, restore_state
 from ..affinity.planner import PER_GPU_MODES, AffinityOptions
-from ..coordination.entry import said_by_this_process
+from ..coordination.entry import facts_of_this_process
 from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..drivers.patience import Patience, why_late
@@ -223,7 +223,7 @@ class GPUOwner:
 
     def _new_claim(self, options: ClaimOptions) -> Claim:
         """Make an empty claim, which is that of this process."""
-        facts = said_by_this_process(options.job.job_label, options.command)
+        facts = facts_of_this_process(options.job.job_label, options.command)
         secret = ""
         if options.delegate:
             secret = os.urandom(8).hex()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.doors import Doors
-from ..coordination.entry import Entry, said_by_this_process
+from ..coordination.entry import Entry, facts_of_this_process
 from ..coordination.holders import are_taken_elsewhere
 from ..coordination.host_lock import Host
 from ..coordination.queue import TicketRequest, Waiter, is_stopped
@@ -72,7 +72,7 @@ class QueuePlace:
             waiter.stand_aside()
         waiter.request = waiter.request.for_gpus(self._view.wanted)
         self._asked_by = self._view.snapshot
-        facts = said_by_this_process(self._options.job.job_label, self._options.command)
+        facts = facts_of_this_process(self._options.job.job_label, self._options.command)
         if not waiter.by_turns or by_user is None:
             return waiter.join(facts)
         number = waiter.next_number
@@ -129,7 +129,7 @@ class QueuePlace:
         seconds = hold.at(time.time())
         if quota is None:
             return seconds
-        return quota.hold_within(seconds, said=hold.said)
+        return quota.hold_within(seconds, stated=hold.stated)
 
     @property
     def queued(self) -> bool:

@@ -397,7 +397,7 @@ class _Search:
         options = self._options
         limits = self._options.quota.limits
         number = self._view.request.amount(self._view.snapshot.gpus)
-        check_policy_limits(number, limits, options.hold.seconds, said=options.hold.said)
+        check_policy_limits(number, limits, options.hold.seconds, stated=options.hold.stated)
         most = limits.max_wait
         if most is not None and (options.timeout is None or options.timeout > most):
             self._options = options._replace(timeout=most, wait_limit=limits.path)

@@ -131,7 +131,7 @@ class Entry(NamedTuple):
             pieces=pieces,
             modes=_parse_modes(facts, pieces),
             nb_gpus=nb_gpus,
-            display=facts.said.get("display") is True,
+            display=facts.content.get("display") is True,
             token=facts.text("token"),
             inside=facts.text("inside"),
             pid=facts.number("pid", 0, _LARGEST_NUMBER) or 0,
@@ -159,27 +159,27 @@ class _Facts:
         if data.count(b",") + data.count(b"[") + data.count(b"{") > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values")
         try:
-            said = json.loads(data)
+            content = json.loads(data)
         except RecursionError as err:
             raise ValueError(str(err)) from err
-        if not isinstance(said, dict):
+        if not isinstance(content, dict):
             raise ValueError("no object")
-        self.said: dict[str, Any] = said
+        self.content: dict[str, Any] = content
 
     def text(self, key: str) -> str:
-        value = self.said.get(key)
+        value = self.content.get(key)
         if not isinstance(value, str):
             return ""
         return as_text(value, _LONGEST_TEXT)
 
     def number(self, key: str, least: int, most: int) -> int | None:
-        return _whole(self.said.get(key), least, most)
+        return _whole(self.content.get(key), least, most)
 
     def seconds(self, key: str) -> float | None:
-        return as_seconds(self.said.get(key), 0)
+        return as_seconds(self.content.get(key), 0)
 
     def object(self, key: str) -> dict[str, Any]:
-        value = self.said.get(key)
+        value = self.content.get(key)
         if not isinstance(value, dict):
             return {}
         return value
@@ -198,7 +198,7 @@ def _is_uuid(name: object) -> bool:
 
 def _parse_wanted(facts: _Facts) -> dict[str, int | None]:
     """Return the GPUs of a ticket."""
-    gpus = facts.said.get("gpus")
+    gpus = facts.content.get("gpus")
     if not isinstance(gpus, (list, dict)) or len(gpus) > _MOST_GPUS:
         raise ValueError("no GPUs")
     return {uuid: None for uuid in gpus if _is_uuid(uuid)}
@@ -206,7 +206,7 @@ def _parse_wanted(facts: _Facts) -> dict[str, int | None]:
 
 def _parse_shares(facts: _Facts) -> dict[str, int | None]:
     """Return the GPUs of a claim. A share that is none is all of the GPU."""
-    gpus = facts.said.get("gpus")
+    gpus = facts.content.get("gpus")
     if not isinstance(gpus, dict) or len(gpus) > _MOST_GPUS:
         raise ValueError("no GPUs")
     return {uuid: _whole(share, 1, _LARGEST_SHARE) for uuid, share in gpus.items() if _is_uuid(uuid)}
@@ -214,11 +214,11 @@ def _parse_shares(facts: _Facts) -> dict[str, int | None]:
 
 def _parse_pieces(facts: _Facts, gpus: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:
     """Return the pieces of each GPU. Where it lists none of ``gpus``, it has all of that GPU."""
-    said = facts.object("pieces")
-    if len(said) > _MOST_GPUS:
+    names_of = facts.object("pieces")
+    if len(names_of) > _MOST_GPUS:
         raise ValueError("no GPUs")
     pieces = {}
-    for gpu, names in said.items():
+    for gpu, names in names_of.items():
         if _is_uuid(gpu):
             pieces[gpu] = tuple(name for name in as_list(names) if isinstance(name, str) and name in gpus)
     return pieces
@@ -227,28 +227,29 @@ def _parse_pieces(facts: _Facts, gpus: Mapping[str, int | None]) -> dict[str, tu
 def _parse_parts(
     facts: _Facts, gpus: Mapping[str, int | None], pieces: Mapping[str, tuple[str, ...]]
 ) -> dict[str, int]:
-    """Return the numbers of parts. One of pieces is no share of their GPU, and vouches for no door of a share."""
-    said = facts.object("parts")
+    """Return the numbers of parts. A part of pieces is not a share of their GPU, and its number is not one of a share's
+    door."""
+    numbers = facts.object("parts")
     parts = {}
     for name in (*gpus, *pieces):
         least = 0
         if name not in gpus and pieces[name]:
             least = MOST_PARTS
-        part = _whole(said.get(name), least, least + MOST_PARTS - 1)
+        part = _whole(numbers.get(name), least, least + MOST_PARTS - 1)
         if part is not None:
             parts[name] = part
     return parts
 
 
 def _parse_modes(facts: _Facts, pieces: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    said = facts.object("modes")
-    return {gpu: as_text(said[gpu], _LONGEST_MODE) for gpu in pieces if isinstance(said.get(gpu), str)}
+    modes = facts.object("modes")
+    return {gpu: as_text(modes[gpu], _LONGEST_MODE) for gpu in pieces if isinstance(modes.get(gpu), str)}
 
 
 def _parse_conditions(facts: _Facts) -> dict[str, Any]:
     """Return what a ticket says beyond other entries, of bounded size."""
     conditions: dict[str, Any] = {}
-    for key, value in facts.said.items():
+    for key, value in facts.content.items():
         if key in Entry._fields or key == "v":
             continue
         if len(conditions) == _MOST_CONDITIONS:
@@ -269,7 +270,7 @@ def is_plain(value: object) -> bool:
 
 def _parse_for_history(facts: _Facts) -> dict[str, Any]:
     more: dict[str, Any] = {"waited": facts.seconds("waited"), "of": facts.number("of", 1, _LARGEST_SHARE)}
-    labels = as_list(facts.said.get("labels"))[:_MOST_GPUS]
+    labels = as_list(facts.content.get("labels"))[:_MOST_GPUS]
     labels = [as_text(label, _LONGEST_LABEL) for label in labels if isinstance(label, str)]
     if labels:
         more["labels"] = labels
@@ -329,7 +330,7 @@ def next_number(names: Collection[str]) -> int:
     return highest + 1
 
 
-def said_by_this_process(job: str | None, command: str | None = None) -> dict[str, Any]:
+def facts_of_this_process(job: str | None, command: str | None = None) -> dict[str, Any]:
     """Return what an entry of this process says of it.
 
     Args:
@@ -347,18 +348,18 @@ def said_by_this_process(job: str | None, command: str | None = None) -> dict[st
     }
 
 
-def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by_children: bool) -> tuple[str, Held]:
+def make_entry(directory: Directory, number: int, facts: Mapping[str, Any], *, by_children: bool) -> tuple[str, Held]:
     """Make an entry and return its name and its lock. What has a name is whole and locked.
 
     Args:
         number: :attr:`~safe_gpu.coordination.entries.Entries.next_number`.
-        said: what it says, see :class:`Entry`.
+        facts: what it says, see :class:`Entry`.
         by_children: whether forked children keep it: that of a claim they do, since they may be using the GPUs.
 
     Raises:
         StateDirError: no room, a read-only file system, or somebody keeps removing what is made.
     """
-    data = json.dumps({"v": 1, **said}).encode() + b"\n"
+    data = json.dumps({"v": 1, **facts}).encode() + b"\n"
     if len(data) > LARGEST:
         problem = f"an entry of {len(data)} bytes is larger than {LARGEST}, and would be ignored"
         raise refusal(problem, directory.path, errno.EFBIG)

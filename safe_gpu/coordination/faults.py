@@ -65,9 +65,9 @@ def _read(directory: Directory, name: str) -> GpuFault | None:
     try:
         with open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
             uid = os.fstat(file.fileno()).st_uid
-            said = json.loads((file.read(_MOST_BYTES) or b"").decode("utf-8", "replace"))
-        lasts = as_seconds(said.get("for"), 1) or LAST_CHOICE
-        fault = GpuFault(as_time(said["when"]), as_text(said["error"], _MOST_CHARACTERS), min(lasts, LAST_CHOICE))
+            facts = json.loads((file.read(_MOST_BYTES) or b"").decode("utf-8", "replace"))
+        lasts = as_seconds(facts.get("for"), 1) or LAST_CHOICE
+        fault = GpuFault(as_time(facts["when"]), as_text(facts["error"], _MOST_CHARACTERS), min(lasts, LAST_CHOICE))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     if not name.endswith(f".{uid}"):
@@ -84,10 +84,10 @@ def write_fault(state_dir: str, uuid: str, fault: GpuFault) -> None:
         StateDirError, OSError: it cannot be written.
     """
     error = printable(well_formed(fault.error))[:_MOST_CHARACTERS]
-    said: dict[str, object] = {"when": round(fault.when, 3), "error": error}
+    facts: dict[str, object] = {"when": round(fault.when, 3), "error": error}
     if fault.lasts != LAST_CHOICE:
-        said["for"] = round(fault.lasts)
-    line = json.dumps(said, ensure_ascii=False).encode() + b"\n"
+        facts["for"] = round(fault.lasts)
+    line = json.dumps(facts, ensure_ascii=False).encode() + b"\n"
     with Directory(state_dir, _DIRECTORY) as directory:
         with suppress(FileNotFoundError):
             os.unlink(_own_name(uuid), dir_fd=directory.fd)

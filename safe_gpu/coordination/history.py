@@ -128,42 +128,42 @@ def _remove_old(directory: Directory, now: float) -> None:
                     os.unlink(name, dir_fd=directory.fd)
 
 
-def claim_line(said: Mapping[str, Any], *, uid: int) -> bytes:
+def claim_line(facts: Mapping[str, Any], *, uid: int) -> bytes:
     """Return the line of a claim; b"" of one that has none: a claim inside another one, or on a shared display, and
     what says no time or no GPUs.
 
     Args:
-        said: what its entry says, by the keys of :class:`~safe_gpu.coordination.entry.Entry`; ``waited``; ``labels``,
+        facts: what its entry says, by the keys of :class:`~safe_gpu.coordination.entry.Entry`; ``waited``; ``labels``,
             the indices of its GPUs; and ``of``, the bytes of each GPU that could be shared.
     """
-    gpus = said.get("gpus")
-    if said.get("inside") or said.get("display") or said.get("nb_gpus"):
+    gpus = facts.get("gpus")
+    if facts.get("inside") or facts.get("display") or facts.get("nb_gpus"):
         return b""
-    if not (gpus and said.get("pid") and said.get("since")):
+    if not (gpus and facts.get("pid") and facts.get("since")):
         return b""
     user = ""
     if uid >= 0:
         user = user_name(uid)
     # The entry may have the whole command, by the wish of its user, and is soon gone; this line stays.
-    command = program_names((said.get("command") or "").split())
+    command = program_names((facts.get("command") or "").split())
     fields: dict[str, Any] = {
         "v": 1,
-        "claim": [said["pid"], round(said["since"], 3)],
+        "claim": [facts["pid"], round(facts["since"], 3)],
         "uid": uid,
         "user": user,
-        "host": well_formed(said.get("host") or "") or None,
-        "job": well_formed(said.get("job") or "") or None,
+        "host": well_formed(facts.get("host") or "") or None,
+        "job": well_formed(facts.get("job") or "") or None,
         "command": printable(well_formed(command)) or None,
         "gpus": list(gpus),
-        "labels": said.get("labels", ()),
-        "until": said.get("until"),
+        "labels": facts.get("labels", ()),
+        "until": facts.get("until"),
     }
-    if said.get("waited") is not None:
-        fields["waited"] = said["waited"]
+    if facts.get("waited") is not None:
+        fields["waited"] = facts["waited"]
     share, *_ = gpus.values()  # of each the same
     if share is not None:
         fields["share"] = share
-        fields["of"] = said.get("of")
+        fields["of"] = facts.get("of")
     return json.dumps(fields).encode() + b"\n"
 
 

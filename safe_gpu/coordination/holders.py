@@ -129,9 +129,9 @@ class Claims:
         none, or inside the one with this hash of a token; as of :func:`holder_of`, and whether they are stopped."""
         return self._holders(inside, _holder_and_whether_stopped)
 
-    def holders_as_said(self, inside: str = "") -> dict[str, Holder]:
-        """Return the same as of :func:`said_by`, so it may be called under host.lock."""
-        return self._holders(inside, said_by)
+    def holders_as_written(self, inside: str = "") -> dict[str, Holder]:
+        """Return the same as of :func:`holder_as_written`, so it may be called under host.lock."""
+        return self._holders(inside, holder_as_written)
 
     def _holders(self, inside: str, describe: Callable[[Entry], Holder]) -> dict[str, Holder]:
         found = {}
@@ -159,7 +159,7 @@ def living_claims() -> list[Entry]:
     return living_entries(state_dir_path(), "claims")
 
 
-def said_by(entry: Entry) -> Holder:
+def holder_as_written(entry: Entry) -> Holder:
     """Return what an entry says of its process. Neither /proc nor a directory service is asked whether that is so:
     it may be called under host.lock."""
     holder = Holder(
@@ -234,15 +234,15 @@ def holder_of(entry: Entry, surviving: Callable[[Entry], int | None] = surviving
     Args:
         surviving: as :func:`surviving_process_of`.
     """
-    said = said_by(entry)
+    holder = holder_as_written(entry)
     if entry.uid >= 0:
-        said = said._replace(user=procfs.user_name(entry.uid))
-    if said.namespace:
-        return said._replace(pid=entry.pid)  # its own number there
+        holder = holder._replace(user=procfs.user_name(entry.uid))
+    if holder.namespace:
+        return holder._replace(pid=entry.pid)  # its own number there
     is_hidden = entry.pid and not procfs.exists(entry.pid) and not procfs.has_ended(entry.pid)
     if is_hidden or lives_here(entry):
-        return said._replace(command=command_of(entry.pid, said.command))
-    return said._replace(pid=surviving(entry), start=None, left_by=entry.pid)
+        return holder._replace(command=command_of(entry.pid, holder.command))
+    return holder._replace(pid=surviving(entry), start=None, left_by=entry.pid)
 
 
 def _holder_and_whether_stopped(entry: Entry) -> Holder:

@@ -58,15 +58,15 @@ class TicketRequest(NamedTuple):
             hold_for = float(hold_for)
         else:
             hold_for = None
-        said = [(name, value) for name, value in sorted(ticket.more.items()) if name not in _NO_CONDITIONS]
-        plain = [(name, value) for name, value in said[:_MOST_CONDITIONS] if is_plain(value)]
+        listed = [(name, value) for name, value in sorted(ticket.more.items()) if name not in _NO_CONDITIONS]
+        plain = [(name, value) for name, value in listed[:_MOST_CONDITIONS] if is_plain(value)]
         return cls(
             nb_gpus=ticket.nb_gpus,
             gpus=frozenset(ticket.gpus),
             conditions=tuple((name, value) for name, value in plain if value is not None),
             hold_for=hold_for,
             inside=ticket.inside,
-            known=ticket.version == 1 and plain == said,
+            known=ticket.version == 1 and plain == listed,
             pieces=ticket.pieces,
             modes=ticket.modes,
         )
@@ -76,19 +76,24 @@ class TicketRequest(NamedTuple):
         could_do = list(gpus)
         return self._replace(gpus=frozenset(gpu.uuid for gpu in could_do), **keys_of(could_do))
 
-    def said(self) -> dict[str, Any]:
+    def as_facts(self) -> dict[str, Any]:
         """Return the same as keys of a ticket."""
-        said = {"nb_gpus": self.nb_gpus, "gpus": sorted(self.gpus), "hold_for": self.hold_for, "inside": self.inside}
+        facts: dict[str, Any] = {
+            "nb_gpus": self.nb_gpus,
+            "gpus": sorted(self.gpus),
+            "hold_for": self.hold_for,
+            "inside": self.inside,
+        }
         if self.pieces:
-            said["pieces"] = {gpu: sorted(names) for gpu, names in self.pieces.items()}
-            said["modes"] = dict(self.modes)
-        said.update(self.conditions)
-        return said
+            facts["pieces"] = {gpu: sorted(names) for gpu, names in self.pieces.items()}
+            facts["modes"] = dict(self.modes)
+        facts.update(self.conditions)
+        return facts
 
     @property
     def silicon(self) -> Silicon:
         """What it could get."""
-        return Silicon.said(self.gpus, self.pieces, self.modes)
+        return Silicon.of_keys(self.gpus, self.pieces, self.modes)
 
     def competes_with(self, ticket: Entry) -> bool:
         """Return whether both could end up wanting the same GPU, or one all of a GPU and the other a piece of it."""
@@ -216,13 +221,13 @@ class Waiter:
         return ticket.number >= queue.next_number or not queue.lists(ticket.name)
 
     def join(
-        self, said: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None
+        self, facts: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None
     ) -> bool:
         """Take a ticket: behind everyone who is there, or with a turn, or after :meth:`stand_aside` at the old place.
         host.lock is held.
 
         Args:
-            said: of this process, see :class:`~safe_gpu.coordination.entry.Entry`.
+            facts: of this process, see :class:`~safe_gpu.coordination.entry.Entry`.
             newcomer: returns the turn of a newcomer with :attr:`next_number`, from the tickets of others in the order
                 of turns. At the old place it is not above the old turn: those who came later may have low ones.
 
@@ -240,7 +245,7 @@ class Waiter:
         self._joined = self._host.queue
         if kept_place is None:
             self.since = round(time.time(), 6)
-        content = {**said, **self.request.said(), "since": self.since}
+        content = {**facts, **self.request.as_facts(), "since": self.since}
         if newcomer is None:
             self._ticket = _Ticket(self._host, _Place(0.0, number), content)
             self._kept_place = None

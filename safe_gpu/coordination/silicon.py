@@ -31,10 +31,10 @@ class Silicon:
     @classmethod
     def of_device(cls, gpu: Gpu) -> Silicon:
         """Return that of a device that the driver shows."""
-        return cls.said({gpu.uuid}, **keys_of([gpu]))
+        return cls.of_keys({gpu.uuid}, **keys_of([gpu]))
 
     @classmethod
-    def said(cls, gpus: Collection[str], pieces: Mapping[str, Collection[str]], modes: Mapping[str, str]) -> Silicon:
+    def of_keys(cls, gpus: Collection[str], pieces: Mapping[str, Collection[str]], modes: Mapping[str, str]) -> Silicon:
         """Return that of an entry, by its keys of these names."""
         found = cls()
         found._names.update(gpus)
@@ -73,7 +73,7 @@ class Silicon:
 
 def silicon_of(entry: Entry) -> Silicon:
     """Return what a claim has, or a ticket wants."""
-    return Silicon.said(entry.gpus, entry.pieces, entry.modes)
+    return Silicon.of_keys(entry.gpus, entry.pieces, entry.modes)
 
 
 def share_of(entry: Entry, gpu: Gpu) -> int | None:

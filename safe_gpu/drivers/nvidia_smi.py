@@ -194,10 +194,10 @@ def _not_listed(complaint: str) -> ProcessList:
     return ProcessList(None, f"nvidia-smi does not list its processes: {complaint}", supported)
 
 
-def _read_illness(said: str) -> str:
+def _read_illness(section: str) -> str:
     """Return what the section of a GPU says against it; see :func:`illness_of`."""
-    action = _value(_text(said, "gpu_recovery_action")) or ""
-    rows = _element(said, "remapped_rows")
+    action = _value(_text(section, "gpu_recovery_action")) or ""
+    rows = _element(section, "remapped_rows")
     return illness_of(
         recovery_action=action[:_LONGEST_NAME],
         remapping_failed=_text(rows, "remapped_row_failure").lower() == "yes",

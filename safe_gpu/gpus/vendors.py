@@ -128,12 +128,12 @@ _NO_NAME = re.compile(
 )
 
 
-def product_name(said: str | None) -> str:
+def product_name(text: str | None) -> str:
     """Return what a driver says as the name of a product; "" if it is an error.
 
     >>> product_name("NVIDIA H200"), product_name("[Unknown Error]")
     ('NVIDIA H200', '')
     """
-    if said is None or _NO_NAME.match(said):
+    if text is None or _NO_NAME.match(text):
         return ""
-    return said
+    return text

@@ -211,27 +211,27 @@ def start_of_living(pid: int) -> int | None:
     return process.start
 
 
-def is_start(said: int | None, pid: int, told: int | None) -> bool:
+def is_start(recorded: int | None, pid: int, shown: int | None) -> bool:
     """Return whether a start time from a record is the one that the kernel reports here.
 
     The kernel adds to all start times the offset of the time namespace of who reads them (Linux 5.11, see
-    time_namespaces(7)), so they may have been said as they are in another one: in the first, or in that of the process.
+    time_namespaces(7)), so a record may have them as they are in another one: in the first, or in that of the process.
 
     Args:
-        said: in clock ticks since boot; None is not known.
-        told: of :func:`start_time`.
+        recorded: in clock ticks since boot; None is not known.
+        shown: of :func:`start_time`.
     """
-    if said is None or told is None:
+    if recorded is None or shown is None:
         return False
-    if said == told:
+    if recorded == shown:
         return True
     own = _boot_offset("self")
     other = _boot_offset(pid)
     if own == other == 0:
         return False
-    in_the_first = told - own
+    in_the_first = shown - own
     # Each offset may have a part of a tick.
-    return abs(said - in_the_first) <= 1 or abs(said - in_the_first - other) <= 1
+    return abs(recorded - in_the_first) <= 1 or abs(recorded - in_the_first - other) <= 1
 
 
 def _boot_offset(task: int | str) -> int:

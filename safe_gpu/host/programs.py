@@ -379,19 +379,19 @@ def own_command() -> str | None:
     return f"{command} {notebook}"[:_LONGEST]
 
 
-def command_of(pid: int, said: str | None) -> str | None:
+def command_of(pid: int, recorded: str | None) -> str | None:
     """Return the command of a living process for people: the names of program and script, as /proc shows them.
 
     Args:
-        said: what its record says. It is believed where its user wants the whole command to be seen, as /proc shows it,
-            and where it adds to a kernel the name of the notebook, which is no argument.
+        recorded: what its record says. It is believed where its user wants the whole command to be seen, as /proc shows
+            it, and where it adds to a kernel the name of the notebook, which is no argument.
     """
     arguments = arguments_of(pid)
     whole = printable(" ".join(arguments))[:_LONGEST]
     short = printable(program_names(arguments))[:_LONGEST]
-    is_notebook = said is not None and short.endswith(_KERNEL) and said.startswith(f"{short} ")
-    if said == whole or is_notebook:
-        return said or None
+    is_notebook = recorded is not None and short.endswith(_KERNEL) and recorded.startswith(f"{short} ")
+    if recorded == whole or is_notebook:
+        return recorded or None
     return short or None
 
 

@@ -76,7 +76,7 @@ def line(ground: Any) -> Iterator[Callable[..., api.Waiter]]:
             stack.callback(waiter.leave)
             with api.DeferredSignals() as signals, host.locked(time.monotonic() + 30, signals):
                 host.queue.refresh()
-                waiter.join(api.said_by_this_process(None))
+                waiter.join(api.facts_of_this_process(None))
             return waiter
 
         yield join

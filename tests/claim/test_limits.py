@@ -403,7 +403,7 @@ def test_what_is_no_number_of_seconds_is_refused(said: Any) -> None:
 def test_what_is_said_counts_and_the_variable_stands_in_for_it() -> None:
     job = api.JobContext("slurm", ends=int(time.time()) + 60)
     for said, seconds in ((1, 1.0), (90.5, 90.5), ("2h", 7200.0), (None, None), ("unknown", None), (math.inf, None)):
-        assert api.parse_hold_for(said, {"SAFE_GPU_FOR": "5h"}, job) == api.HoldTime(seconds, said=True)
+        assert api.parse_hold_for(said, {"SAFE_GPU_FOR": "5h"}, job) == api.HoldTime(seconds, stated=True)
     for text, hold in (
         ("20m", api.HoldTime(1200.0)),
         ("unknown", api.HoldTime(None)),
@@ -432,7 +432,7 @@ def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
 def test_seconds_from_now() -> None:
     """Those from 1000, where the claim around it, if it is inside one, ends then."""
     for hold, outer_end, seconds in (
-        (api.HoldTime(60.0, said=True), 1500.0, 60.0),
+        (api.HoldTime(60.0, stated=True), 1500.0, 60.0),
         (api.HoldTime(60.0), 1500.0, 500.0),  # it ends with the one around it
         (api.HoldTime(end=1300.0), 1100.0, 100.0),
         (api.HoldTime(end=1000.5), None, 1.0),

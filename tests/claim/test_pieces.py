@@ -57,7 +57,7 @@ def entry(*gpus: api.Gpu, share: int | None = None) -> api.Entry:
 
 def ticket(*gpus: api.Gpu) -> api.Entry:
     """The ticket of a waiter that could have one of these, as another process reads it."""
-    said = {"v": 1, **api.TicketRequest(1, frozenset()).for_gpus(gpus).said()}
+    said = {"v": 1, **api.TicketRequest(1, frozenset()).for_gpus(gpus).as_facts()}
     return api.Entry.read("1.00000000000000aa", 0, (1, 2), json.dumps(said).encode())
 
 
@@ -68,7 +68,7 @@ def test_what_a_claim_keeps_others_off(
 ) -> None:
     claims = api.Claims([entry(held, share=share)], shown)
     assert [gpu for gpu in shown if claims.in_the_way(gpu.uuid)] == kept_off
-    assert {*claims.holders_as_said()} == {gpu.uuid for gpu in kept_off}
+    assert {*claims.holders_as_written()} == {gpu.uuid for gpu in kept_off}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_a_claim_keeps_others_off(
 )
 def test_a_share_is_shared_with_those_of_the_same_device_alone(held: api.Gpu, shown: api.Gpu, is_shared: bool) -> None:
     """Where no door tells, in another network namespace, shares of a card and of its first core were added up."""
-    holder = api.Claims([entry(held, share=GIB)], [shown]).holders_as_said()[shown.uuid]
+    holder = api.Claims([entry(held, share=GIB)], [shown]).holders_as_written()[shown.uuid]
     assert (len(holder.sharers) > 0) == is_shared
 
 

@@ -183,7 +183,7 @@ def test_a_process_that_is_not_that_one_is_not_named(changes: dict[str, int]) ->
     assert not api.holders.lives_here(there)
     assert (told.pid, told.start, told.left_by) == (12, None, None), "its number in another namespace"
     assert told.namespace
-    assert api.holders.said_by(there).pid is None
+    assert api.holders.holder_as_written(there).pid is None
 
 
 # Doors

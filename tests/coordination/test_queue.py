@@ -34,7 +34,7 @@ class Waiting:
         with api.DeferredSignals() as signals, self.host.locked(time.monotonic() + 30, signals):
             self.host.queue.refresh()
             newcomer = None if turn is None else lambda others: turn
-            return self.waiter.join(api.said_by_this_process(None), newcomer)
+            return self.waiter.join(api.facts_of_this_process(None), newcomer)
 
     def ahead(self) -> list[int]:
         """Numbers of those ahead who compete, the nearest first."""
@@ -96,11 +96,11 @@ def request_of(**said: Any) -> api.TicketRequest:
 
 def test_a_request_is_what_its_ticket_says() -> None:
     said = api.TicketRequest(2, ANY, (("min_memory", 5), ("near", "numa")), 60.0, "abc")
-    assert request_of(pid=1, **said.said()) == said
+    assert request_of(pid=1, **said.as_facts()) == said
     assert request_of(hold_for=math.nan).hold_for is None
     partitions = [api.Gpu(one, f"AMD-5-{one}", place="AMD-5", partition=True, mode="CPX") for one in (0, 1)]
     pieces = said.for_gpus([*partitions, api.Gpu(2, "GPU-x", place="AMD-6"), api.Gpu(3, "GPU-0")])
-    assert request_of(**pieces.said()) == pieces
+    assert request_of(**pieces.as_facts()) == pieces
     assert pieces.pieces == {"AMD-5": ("AMD-5-0", "AMD-5-1"), "AMD-6": ()}
     assert pieces.modes == {"AMD-5": "CPX"}
     assert pieces.for_gpus([api.Gpu(3, "GPU-0")]) == said._replace(gpus=frozenset({"GPU-0"}))
@@ -108,7 +108,7 @@ def test_a_request_is_what_its_ticket_says() -> None:
 
 def test_who_waits_for_no_piece_says_nothing_of_pieces() -> None:
     """Older clients take what they do not know for a condition."""
-    assert not {"pieces", "modes"} & api.TicketRequest(1, ANY).said().keys()
+    assert not {"pieces", "modes"} & api.TicketRequest(1, ANY).as_facts().keys()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_and_it_is_still_behind_those_who_were_ahead(state_dir: Path, join: Join
     """Whatever number somebody takes who says that he joined later."""
     first, second, mine = join(), join(), join()
     mine.waiter.stand_aside()
-    facts = {**api.said_by_this_process(None), **mine.waiter.request.said(), "since": time.time() + 1000}
+    facts = {**api.facts_of_this_process(None), **mine.waiter.request.as_facts(), "since": time.time() + 1000}
     _, held = api.make_entry(mine.host.queue.directory, 1, facts, by_children=False)
     mine.join()
     assert numbers(state_dir) == [1, 1, 2, 3]
@@ -244,7 +244,7 @@ def test_and_it_is_still_behind_those_who_were_ahead(state_dir: Path, join: Join
 def test_who_comes_back_with_a_number_that_no_longer_counts_is_a_newcomer(state_dir: Path, join: Join, turn) -> None:
     """It stood behind somebody with a high number, who has left."""
     high = join(ticket=False)
-    facts = {**api.said_by_this_process(None), **high.waiter.request.said()}
+    facts = {**api.facts_of_this_process(None), **high.waiter.request.as_facts()}
     name, held = api.make_entry(high.host.queue.directory, 10**7, facts, by_children=False)
     mine = join(by_turns=turn is not None, turn=turn)
     assert numbers(state_dir) == [10**7, 10**7 + 1]

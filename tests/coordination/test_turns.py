@@ -20,7 +20,7 @@ LATEST_TURN = 2.0**53
 
 def ticket_of(number: int, request: api.TicketRequest, *, uid: int, turn: float | None) -> api.Entry:
     """A ticket as it is read back."""
-    said = {"v": 1, "pid": 1, **request.said(), **({} if turn is None else {"turn": turn})}
+    said = {"v": 1, "pid": 1, **request.as_facts(), **({} if turn is None else {"turn": turn})}
     return api.Entry.read(f"{number}.{number:016x}", uid, (1, number), json.dumps(said).encode())
 
 

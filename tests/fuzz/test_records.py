@@ -106,7 +106,7 @@ def test_an_entry(data: bytes) -> None:
     entry = read(data)
     if entry is not None:
         assert_entry(entry)
-        assert_plain([value for value in api.said_by(entry)._asdict().values() if isinstance(value, str)])
+        assert_plain([value for value in api.holder_as_written(entry)._asdict().values() if isinstance(value, str)])
 
 
 @with_classics(

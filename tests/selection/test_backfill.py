@@ -402,7 +402,7 @@ def when_all_are_free(claims: Mapping[str, float | None], now: float = 10.0) -> 
         (gpu,) = [one for one in DIVIDED if one.uuid == uuid]
         said = {"gpus": {uuid: None}, **api.keys_of([gpu]), "since": 1.0, "until": until}
         entries.append(api.Entry.read(f"{number}.{number:016x}", 0, (1, number), json.dumps(said).encode()))
-    holders = api.Claims(entries, DIVIDED).holders_as_said()
+    holders = api.Claims(entries, DIVIDED).holders_as_written()
     return {gpu.uuid: api.when_free(gpu, holders.get(gpu.uuid), now, free=True) for gpu in DIVIDED}
 
 

@@ -54,7 +54,7 @@ def played(state_dir: Path) -> Any:
 
     def make(**said: object) -> None:
         with locked_host() as host:
-            said = {**api.said_by_this_process(None), "since": time.time(), **said}
+            said = {**api.facts_of_this_process(None), "since": time.time(), **said}
             directory = api.Directory(str(state_dir), "claims")
             made.append((directory, *api.make_entry(directory, host.claims.next_number, said, by_children=False)))
 

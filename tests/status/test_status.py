@@ -317,7 +317,7 @@ def ticket(state_dir: Path):
         with locked_host() as host:
             host.queue.refresh()
             directory = api.Directory(str(state_dir), "queue")
-            said = {**api.said_by_this_process(None), "since": time.time(), **said}
+            said = {**api.facts_of_this_process(None), "since": time.time(), **said}
             made.append((directory, *api.make_entry(directory, host.queue.next_number, said, by_children=False)))
 
     yield make

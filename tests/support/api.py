@@ -99,10 +99,10 @@ from safe_gpu.coordination.directory import (
 )
 from safe_gpu.coordination.doors import MOST_PARTS, Doors, digest
 from safe_gpu.coordination.entries import Entries, living_entries
-from safe_gpu.coordination.entry import Entry, is_alive, make_entry, said_by_this_process, sleep_until_dead
+from safe_gpu.coordination.entry import Entry, facts_of_this_process, is_alive, make_entry, sleep_until_dead
 from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.coordination.history import LARGEST, NAME, end_line, file_names, month_of
-from safe_gpu.coordination.holders import Claims, keepers_of, living_claims, said_by
+from safe_gpu.coordination.holders import Claims, holder_as_written, keepers_of, living_claims
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.looks import ClaimLooks, Looks, Sight, Use, line_of, next_telling
 from safe_gpu.coordination.older_package import take_older_package_lock

@@ -163,7 +163,7 @@ def _trouble_with_mode(one: SharedDirectory, path: str) -> Check | None:
     mode = stat.S_IMODE(status.st_mode)
     if mode == DIR_MODE:
         return None
-    effect = "every user may remove what is others'"
+    effect = "every user may remove files of other users"
     if mode & 0o777 != 0o777:
         effect = "other users cannot claim GPUs"
     what = f"{one.path} has mode {mode:04o} and belongs to {procfs.user_name(status.st_uid)}"
@@ -306,7 +306,7 @@ def elsewhere(host: CheckedHost) -> Check:
     held = [gpu for gpu in host.snapshot.gpus if gpu.uuid in beyond and beyond[gpu.uuid].elsewhere]
     if not held:
         return passed("no GPU is claimed in another state directory")
-    what = f"{labels(held)}: claimed in another state directory, whose queue does not meet this one"
+    what = f"{labels(held)}: claimed in another state directory, which has a queue of its own"
     fix = "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host"
     return warning(what, fix)
 
@@ -327,7 +327,7 @@ def beside(host: CheckedHost) -> Check:
 
 
 def modes(host: CheckedHost) -> Check:
-    """Check that no GPU has been divided otherwise under a claim."""
+    """Check that no GPU has been divided differently during a claim."""
     gpus = host.snapshot.gpus
     claims, _ = claims_now(gpus, host.snapshot.name_prefix, living_claims)
     gpus_of: dict[str, list[Gpu]] = {}  # by the sentence on them
@@ -341,9 +341,9 @@ def modes(host: CheckedHost) -> Check:
                 users[entry.name] = _user_of(entry)
             gpus_of.setdefault(f"{held_as.text} ({users[entry.name]})", []).append(gpu)
     if not gpus_of:
-        return passed("no mode was changed under a claim")
+        return passed("no mode was changed during a claim")
     texts = [f"{labels(of)}: {text}" for text, of in gpus_of.items()]
-    fix = "have their users end these claims; next time drain a GPU before its mode is changed"
+    fix = "ask their users to end these claims; next time drain a GPU before its mode is changed"
     return warning("; ".join(texts[:_MOST_TOLD]), fix)
 
 

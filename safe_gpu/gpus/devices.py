@@ -386,7 +386,7 @@ class HeldAs(NamedTuple):
     Attributes:
         text: a clause, such as ``held as MIG-..., which is gone since the mode changed``.
         gone: the names of pieces of its GPU that it claims and the driver does not show.
-        outdated: whether the GPU has been divided otherwise under the claim.
+        outdated: whether the GPU has been divided differently under the claim.
     """
 
     text: str

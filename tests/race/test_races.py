@@ -59,7 +59,7 @@ def test_nobody_collides_on_a_host_of_hip(tmp_path: Path, build_library: Callabl
     ],
 )
 def test_nobody_has_a_gpu_and_another_one_a_piece_of_it(vendor: str, way: str) -> None:
-    """While the GPUs are divided otherwise all the time."""
+    """While the GPUs are divided differently all the time."""
     told = race(PIECES_RACE, "--vendor", vendor, *way.split())
     for event in ("claimed piece", "claimed whole", "computed", "divided") if REQUIRED else ("claimed", "divided"):
         assert event in told

@@ -1,4 +1,5 @@
-"""Claims whose GPU has been divided otherwise since: nothing of them vanishes from what people and programs look at."""
+"""Claims whose GPU has been divided differently since: nothing of them vanishes from what people and programs look
+at."""
 
 import json
 import os

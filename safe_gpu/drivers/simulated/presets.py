@@ -107,7 +107,7 @@ class Preset:
     Args:
         cards: in PCI bus order.
         linked: whether NVLink or xGMI connects all of them.
-        modes: of the cards that are divided otherwise than at first, by :attr:`Gpu.whole`.
+        modes: of the cards that are divided differently than at first, by :attr:`Gpu.whole`.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ class FailedPlaceholder:
         self._err = err
 
     def error(self, works_on: Callable[[int], bool], logger: Any) -> PlaceholderError:
-        """Return the error of the claim: with the likely cause, the GPU, and who else is on it. If the GPU is to blame,
-        that is noted for the claims to come, which take it last.
+        """Return the error of the claim: with the likely cause, the GPU, and who else is on it. If the GPU is the
+        cause, that is noted for the claims to come, which take it last.
 
         Args:
             works_on: tries the placeholder on another GPU of the claim, by its ordinal, and returns whether it works.

@@ -25,7 +25,7 @@ _MOST_NAMED = 8
 _MOST_LEFT = 100
 
 SIGNS_OF_SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/systemd-tmpfiles")
-"""Where one of these exists, a rule of tmpfiles.d is of use."""
+"""If one of these exists, a rule of tmpfiles.d is useful."""
 
 
 def configure_setup(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +155,7 @@ def _make_state_dir(path: str, dry_run: bool) -> None:
 
 
 def _make_anew(path: str, dry_run: bool) -> list[str]:
-    """Make directories of entries anew that have become slow, or print that; return what is left to do."""
+    """Replace directories of entries that have become slow, or print that; return what is left to do."""
     try:
         slow = slow_directories(path)
     except FileNotFoundError:  # it is not made yet (--dry-run)

@@ -1,4 +1,4 @@
-"""Which GPUs are closed to new claims: drained for good, or reserved for a time.
+"""Which GPUs are closed to new claims: drained until they are resumed, or reserved for a time.
 
 Only root and the owner of the state directory can close GPUs.
 """

@@ -334,7 +334,7 @@ class SharedDirectory:
 
     def still_has(self, name: str, file: tuple[int, int] | None) -> bool:
         """Return whether a name in it still means the file with this device and inode. A cleaner may have removed it,
-        and others made it anew."""
+        and others made it again."""
         return file is not None and file == file_at(name, self.fd)
 
     def open_known(self, name: str, flags: int = OPEN_FILE, *, make: bool = False) -> tuple[int, os.stat_result]:

@@ -1,6 +1,6 @@
 """An entry: a file that says what one process holds, or what it wants, for as long as it keeps the file locked.
 
-An entry belongs to its user, who alone can write it (mode 0644). So the owner of the file is the kernel's word for
+An entry belongs to its user, who alone can write it (mode 0644). So the kernel itself, by the owner of the file, says
 whose it is. It is locked before it has a name and never again, so one that is not locked stays dead. To lock it needs a
 descriptor that may write, which only its user has.
 """

@@ -90,8 +90,8 @@ class Host:
         )
 
     def prepare(self, *, recheck_all: bool = False) -> None:
-        """Open the directories, and those anew that were replaced. Where there may be many names, find out which claims
-        live and which tickets there are, since others wait under host.lock.
+        """Open the directories, and open again those that were replaced. Where there may be many names, find out which
+        claims live and which tickets there are, since others wait under host.lock.
 
         Args:
             recheck_all: whether the locks of all claims are checked, however few there are.
@@ -193,7 +193,7 @@ class Host:
 
         Raises:
             StateDirError: the kernel answers EACCES. filelock takes that for a lock of somebody else's, as some file
-                systems say it then; a sandbox says it for good.
+                systems say it then; a sandbox always says it.
         """
         if holder.pid is not None:
             return

@@ -51,10 +51,11 @@ class File:
 
     Attributes:
         uid, device, inode, size: by its status.
-        key: what tells it from others as long as it is there. The inode number of one that is gone comes again.
+        key: what tells it from others as long as it is there. The inode number of a file that is gone is used again.
         name: of several names the one with the lowest number.
         further: its other names.
-        state: what was found when it was opened: UNREAD before; LIVING; DEAD, for good; UNREADABLE, or nonsense.
+        state: what was found when it was opened: UNREAD before; LIVING; DEAD, which never changes; UNREADABLE, or
+            nonsense.
         why: why it is unreadable.
         entry: what it says, while it lives.
     """
@@ -311,7 +312,7 @@ class Listing:
             owner.beyond.append(name)
             return
         key: _Key = (uid, status.st_dev, status.st_ino)
-        if alone or owner.are_several:  # the inode number of one comes again with a file of another
+        if alone or owner.are_several:  # a file of another user may get the inode number of one that is gone
             key = (*key, name)
         file = self._files.get(key)
         if file is None:

@@ -191,8 +191,8 @@ class Waiter:
     def next_number(self) -> int:
         """The number of the ticket that it takes next, by the latest listing: a new one, or that of its kept place.
 
-        Numbers that are gone come again, so those who joined later may have lower ones than that place. It is not put
-        behind them, nor before those who joined earlier. By turns it has its own number, which bounds its turn.
+        Numbers that are gone are used again, so those who joined later may have lower ones than that place. It is not
+        put behind them, nor before those who joined earlier. By turns it has its own number, which bounds its turn.
         """
         queue = self._host.queue
         place = self._kept_place

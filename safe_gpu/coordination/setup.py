@@ -1,4 +1,4 @@
-"""Makes a state directory of root's, makes it anew where it has become slow, and removes it."""
+"""Makes a state directory of root's, replaces what has become slow in it, and removes it."""
 
 import os
 import re
@@ -110,7 +110,8 @@ def slow_directories(path: str) -> list[str]:
 
 
 def make_anew(path: str, part: str) -> None:
-    """Make a directory of entries anew, with those that live and count. Nobody waits: waiters would lose their places.
+    """Replace a directory of entries by one with those that live and count. Nobody waits: waiters would lose their
+    places.
 
     All that live have both directories as long as it takes, so nobody misses one, whichever he lists.
 

@@ -280,7 +280,7 @@ def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: N
     the node that the GPU's *memory* forms on coherent platforms, which is no place for CPUs.
 
     Args:
-        near: returns the driver's word for the CPUs near it, and is asked where sysfs does not report them.
+        near: returns the CPUs near it as the driver reports them, and is called where sysfs does not report them.
     """
     node = Files().pci_node(bus_id)
     if node is not None and node >= 0:

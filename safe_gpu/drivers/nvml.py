@@ -421,7 +421,7 @@ class NvmlDriver(Driver):
                 raise NoDriverError(what, driver=self.name) from err
 
     def _forget_parent(self) -> None:
-        """Begin anew in a forked child. Its parent's session is not for it, not even to be shut down; and the lock may
+        """Begin again in a forked child. Its parent's session is not for it, not even to be shut down; and the lock may
         be held by a thread that was not copied."""
         self._pid = os.getpid()
         self._lock = threading.Lock()

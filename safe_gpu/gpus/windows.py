@@ -70,7 +70,7 @@ class Window(NamedTuple):
 
 
 def drain_line(uuid: str, reason: str) -> str:
-    """Return the line of a GPU that is closed for good."""
+    """Return the line of a GPU that is drained."""
     return f"{uuid} - - - {reason}".rstrip()
 
 

@@ -92,7 +92,7 @@ class Watchdog:
     """Logs the lines about what this thread awaits, from another thread, until the end of ``with``.
 
     That thread ends with it, before the program goes on, forks or becomes another one; a child that is forked meanwhile
-    has none. It is one of ``threading``, since logging would note any other one for good.
+    has none. It is one of ``threading``, since logging would remember any other one to the end of the process.
     """
 
     def __init__(self, awaited: Awaited) -> None:

@@ -1,4 +1,5 @@
-"""Why a placeholder fails: the likely cause, by the error and by what else is known, and whether the GPU is to blame.
+"""Why a placeholder fails: the likely cause, by the error and by what else is known, and whether that is the GPU
+itself.
 
 The codes are those of the CUDA driver API (cuda.h). HIP's names and texts are those of ``hip_error.cpp`` in ROCm's clr.
 Older versions have the name as the text.

@@ -190,7 +190,7 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
 
 
 def when_free(gpu: "Gpu", holder: "Holder | None", now: float, *, free: bool) -> When:
-    """Return when a GPU, or each part of it, is expected to be free by the word of who holds it: of a GPU whose pieces
+    """Return when a GPU, or each part of it, is expected to be free, as its holder stated: of a GPU whose pieces
     several claims hold, when the last of these ends.
 
     Args:

@@ -274,15 +274,15 @@ class _Kept:
             claim = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
         if claim.knows_its_end:
             return claim
-        anew = self._claimed_anew(claim)
-        if anew is None or (claim.ended is not None and claim.ended <= anew):
+        next_claim = self._next_claim_of(claim)
+        if next_claim is None or (claim.ended is not None and claim.ended <= next_claim):
             return claim
         seen = claim.seen
-        if seen > anew:  # the GPUs were seen held by another one
+        if seen > next_claim:  # the GPUs were seen held by another one
             seen = claim.since
-        return claim._replace(seen=seen, ended=anew)
+        return claim._replace(seen=seen, ended=next_claim)
 
-    def _claimed_anew(self, claim: PastClaim) -> float | None:
+    def _next_claim_of(self, claim: PastClaim) -> float | None:
         """Return when one of its GPUs was claimed again, by a claim that this one was in the way of."""
         later = self.next_claim
         if claim.share is not None:

@@ -104,7 +104,7 @@ class Bystanders:
         if family is None:
             if unseen:
                 return ""
-            return f"{_uses(process, None)} in a container, and whose it is cannot be told"
+            return f"{_uses(process, None)} in a container; its user is not known"
         effective, _ = family
         uids = {effective, procfs.real_uid_of(process.pid)}
         if not uids.isdisjoint(unseen):

@@ -172,7 +172,7 @@ def test_whose_a_process_in_a_container_is_nobody_knows(
     driver.put(0, on_gpu(pid))
     status = driver.look()
     (told,) = status.gpus[0].beside
-    assert told.text == f"process {pid} uses 2 GiB in a container, and whose it is cannot be told"
+    assert told.text == f"process {pid} uses 2 GiB in a container; its user is not known"
     assert (told.user, status.gpus[0].idle) == (None, False)
 
 

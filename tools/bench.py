@@ -30,11 +30,10 @@ import fcntl
 import gc
 import math
 import os
+import re
 import resource
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,10 +45,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench_waits import SlowHost, calls_in_minutes, freed_together, seconds_until_seen, slow_host
+from bench_waits import (
+    FAKES,
+    HOLD,
+    Program,
+    SlowHost,
+    calls_in_minutes,
+    find_compiler,
+    freed_together,
+    seconds_until_seen,
+    slow_host,
+    wait_for_tickets,
+)
 from common import ROOT
 from support.actor import Actor
-from support.stage import simulate
+from support.stage import HostDirectory, temporary_host
 
 import safe_gpu
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -77,21 +87,38 @@ class Row(NamedTuple):
 
     @property
     def figure(self) -> float:
+        """What has a budget."""
         rival = self.rival or 0.0
-        return {"ratio": self.own / (rival or math.inf), "over": self.own - rival, "own": self.own}[self.what]
+        if self.what == "over":
+            return self.own - rival
+        if self.what == "ratio":
+            return self.own / (rival or math.inf)
+        return self.own
 
     @property
     def met(self) -> bool:
+        """Whether it is within the budget."""
         return self.figure <= self.budget
 
     def __str__(self) -> str:
-        rival = "-" if self.rival is None else f"{self.rival:.2f}"
-        line = f"{f'{self.name} ({self.unit})':44} {self.own:9.2f} {rival:>9}"
+        rival = "-"
+        if self.rival is not None:
+            rival = f"{self.rival:.2f}"
+        title = f"{self.name} ({self.unit})"
+        line = f"{title:44} {self.own:9.2f} {rival:>9}"
         if self.budget < math.inf:
-            unit, sign = "times" if self.what == "ratio" else self.unit, "+" if self.what == "over" else ""
-            verdict = "met" if self.met else "MISSED"
-            line += f"  {self.figure:{sign}.2f} of at most {self.budget:{sign}g} {unit}: {verdict}"
-        return f"{line}  ({self.rival_name})" if self.rival_name else line
+            line += f"  {self._told_of_budget()}"
+        if self.rival_name:
+            line += f"  ({self.rival_name})"
+        return line
+
+    def _told_of_budget(self) -> str:
+        """How the figure compares with the budget."""
+        verdict = "met" if self.met else "MISSED"
+        if self.what == "over":
+            return f"{self.figure:+.2f} of at most {self.budget:+g} {self.unit}: {verdict}"
+        unit = "times" if self.what == "ratio" else self.unit
+        return f"{self.figure:.2f} of at most {self.budget:g} {unit}: {verdict}"
 
 
 # Hosts, processes and clocks
@@ -104,18 +131,19 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def simulated_host() -> Iterator[Path]:
-    """A simulated host in a fresh directory, for this process and its children; yields the directory."""
-    with tempfile.TemporaryDirectory(prefix="safe-gpu-bench-") as directory:
-        os.chmod(directory, 0o755)
-        simulate("dgx-a100", f"{directory}/state", SAFE_GPU_TEST_SIMULATED="1")
-        yield Path(directory)
+def simulated_host() -> Iterator[HostDirectory]:
+    """A simulated host in a fresh directory, for this process and its children."""
+    with temporary_host("bench", "dgx-a100") as host:
+        host.enter(SAFE_GPU_TEST_SIMULATED="1")
+        yield host
 
 
 @contextmanager
 def crowd(work: Callable[[Connection[Any, Any]], object], number: int) -> Iterator[tuple[list[Actor], float]]:
-    """Fork ``number`` processes and start them with one signal; yields them and the time of the signal. They are killed
-    at the end."""
+    """Fork ``number`` processes and start them with one signal; yields them and the time of the signal.
+
+    They are killed at the end.
+    """
     gun, trigger = os.pipe()
 
     def wait_for_gun(line: Connection[Any, Any]) -> None:
@@ -137,6 +165,7 @@ def crowd(work: Callable[[Connection[Any, Any]], object], number: int) -> Iterat
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
+    """How long it takes."""
     began = time.perf_counter()
     work()
     return (time.perf_counter() - began) * 1e3
@@ -144,14 +173,20 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 def in_turns(repeat: int, *works: Callable[[], Any]) -> list[list[float]]:
     """Sorted milliseconds of each, which run in turns, so that load affects all of them; the first ones warm up."""
-    times = [[milliseconds(work) for work in works] for _ in range(repeat + 3)][3:]
-    return [sorted(found) for found in zip(*times, strict=True)]
+    times: list[list[float]] = [[] for _ in works]
+    for number in range(repeat + 3):
+        for place, work in enumerate(works):
+            took = milliseconds(work)
+            if number >= 3:
+                times[place].append(took)
+    return [sorted(found) for found in times]
 
 
 def run_times(repeat: int, *commands: Sequence[str]) -> list[float]:
     """Shortest wall time of each command in ms."""
     run = partial(subprocess.run, check=True, env=environment(), stdout=subprocess.DEVNULL)
-    return [found[0] for found in in_turns(max(5, repeat), *(partial(run, command) for command in commands))]
+    works = [partial(run, command) for command in commands]
+    return [found[0] for found in in_turns(max(5, repeat), *works)]
 
 
 # One claim
@@ -163,9 +198,9 @@ def bench_import(options: argparse.Namespace) -> list[Row]:
 
 
 @contextmanager
-def by_hand(driver: SimulatedDriver, directory: Path) -> Iterator[None]:
+def by_hand(driver: SimulatedDriver, host: HostDirectory) -> Iterator[None]:
     """The usual solution: one lock file, held from the poll of the GPUs until the context exists."""
-    with open(directory / "lock", "w") as file:
+    with open(f"{host.path}/lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         free = next(gpu for gpu in driver.snapshot().gpus if not gpu.processes)
         os.environ["CUDA_VISIBLE_DEVICES"] = str(free.index)
@@ -181,10 +216,11 @@ def bench_claim(options: argparse.Namespace) -> list[Row]:
         with claim():
             pass
 
-    with simulated_host() as directory:
-        own = (partial(safe_gpu.claim_gpus, timeout=0, affinity=affinity) for affinity in (None, "node"))
-        rival = partial(by_hand, SimulatedDriver("dgx-a100"), directory)
-        times = in_turns(20 * options.repeat, *(partial(once, one) for one in (*own, rival)))
+    with simulated_host() as host:
+        plainly = partial(safe_gpu.claim_gpus, timeout=0, affinity=None)
+        near = partial(safe_gpu.claim_gpus, timeout=0, affinity="node")
+        rival = partial(by_hand, SimulatedDriver(host.preset), host)
+        times = in_turns(20 * options.repeat, partial(once, plainly), partial(once, near), partial(once, rival))
     # The 10th percentile: the time without disturbance, but not a single lucky run.
     plain, bound, other = (found[len(found) // 10] for found in times)
     return [
@@ -226,27 +262,19 @@ os._exit(0)
 def bench_calls(options: argparse.Namespace) -> list[Row]:
     if not has_fake_libraries():
         return []
-    compiler = shutil.which("gcc") or "cc"
-    fakes = ROOT / "tests/fakes"
-    with simulated_host() as directory:
-        for source, library in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
-            command = [compiler, "-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{library}"]
-            subprocess.run([*command, "-o", directory / library, fakes / source], check=True)
-        (directory / "procs").mkdir()
-        (directory / "options").write_text("log=1\n")
-        gpus = (f"uuid=GPU-{n:08x}-aaaa-bbbb-cccc-{n:012x} bus=00000000:{7 + 8 * n:02X}:00.0\n" for n in range(GPUS))
-        (directory / "gpus").write_text("".join(gpus))
-        del os.environ["SAFE_GPU_TEST_SIMULATED"]
-        env = environment(LD_LIBRARY_PATH=str(directory), FAKE_GPU_DIR=str(directory), SAFE_GPU_DRIVER="nvml")
+    with slow_host() as host:
+        env = host.environment(ROOT, host.another_driver("noted"))
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         told = subprocess.check_output([sys.executable, "-c", TWICE], env=env).split()
-        taken, held, taken_again, held_again = map(int, told)
+        taken, held, taken_again, held_again = [int(number) for number in told]
         # However busy the machine is; a claim looks at each variable.
         few = {name: value for name, value in env.items() if name in FEW or "PYTHON" in name or "GPU" in name}
-        (directory / "first.py").write_text(FIRST)
-        # The first time the package is compiled, and the state directory made.
-        _, calls = (subprocess.check_output([sys.executable, directory / "first.py"], env=few) for _ in range(2))
+        first = host.directory / "first.py"
+        first.write_text(FIRST)
+        for _ in range(2):  # the first time the package is compiled, and the state directory made
+            calls = int(subprocess.check_output([sys.executable, first], env=few))
     return [
-        Row("a first claim, of Python and C", int(calls), unit="calls"),
+        Row("a first claim, of Python and C", calls, unit="calls"),
         Row("NVML in a first claim", held, unit="calls"),
         Row("NVML in a claim again", held_again - held, unit="calls"),
         Row("NVML once the GPUs are held", max(held - taken, held_again - taken_again), unit="calls"),
@@ -260,8 +288,9 @@ def bench_run(options: argparse.Namespace) -> list[Row]:
     # The same as the console script.
     run = "import sys; from safe_gpu.cli import main; sys.argv = ['safe-gpu', 'run', '--', 'true']; sys.exit(main())"
     become = "import filelock, pynvml, argparse, os; os.execvp('true', ['true'])"
+    commands = [[sys.executable, "-c", code] for code in (become, run, STATUS)]
     with simulated_host():
-        bare, own, status = run_times(options.repeat, *([sys.executable, "-c", one] for one in (become, run, STATUS)))
+        bare, own, status = run_times(options.repeat, *commands)
     rival = "an interpreter that imports filelock, pynvml and argparse, and becomes true"
     return [
         Row("safe-gpu run -- true", own, bare, rival, budget=30.0, what="over"),
@@ -289,10 +318,11 @@ def at_once(claim: Claim) -> float:
 
 
 def bench_crowd(options: argparse.Namespace) -> list[Row]:
-    own, other = [], []
-    with simulated_host() as directory:
+    own = []
+    other = []
+    with simulated_host() as host:
         claim = partial(safe_gpu.claim_gpus, timeout=600, affinity=None)
-        rival = partial(by_hand, SimulatedDriver("dgx-a100"), directory)
+        rival = partial(by_hand, SimulatedDriver(host.preset), host)
         with claim():  # so that all modules are imported before the fork
             pass
         for _ in range(max(3, options.repeat)):
@@ -309,8 +339,8 @@ def bench_handover(options: argparse.Namespace) -> list[Row]:
             said = owner.devices_taken, began, time.monotonic()
         line.send(said)
 
-    with simulated_host() as directory:
-        warm_up(directory)
+    with simulated_host() as host:
+        warm_up(host)
         with crowd(use, options.processes) as (workers, _):
             uses = sorted(worker.hear() for worker in workers)
     # From the start of each release until the next claim of the same GPU returns.
@@ -320,7 +350,11 @@ def bench_handover(options: argparse.Namespace) -> list[Row]:
 
 
 def bench_together(options: argparse.Namespace) -> Iterator[Row]:
-    crowds, delays = ((8,), (5,)) if options.quick else ((8, 64), (0, 1, 5, 20))
+    crowds: tuple[int, ...] = (8, 64)
+    delays: tuple[int, ...] = (0, 1, 5, 20)
+    if options.quick:
+        crowds = (8,)
+        delays = (5,)
     for call_ms in delays:
         for waiters in crowds:
             for by_release in (False, True):
@@ -329,19 +363,23 @@ def bench_together(options: argparse.Namespace) -> Iterator[Row]:
 
 def together(options: argparse.Namespace, waiters: int, call_ms: int, *, by_release: bool) -> list[Row]:
     """Rows of one case, in turns with the other checkout."""
-    firsts: dict[Path, list[float]] = {checkout: [] for checkout in options.checkouts}
-    lasts: dict[Path, list[float]] = {checkout: [] for checkout in options.checkouts}
+    firsts: list[list[float]] = [[] for _ in options.checkouts]
+    lasts: list[list[float]] = [[] for _ in options.checkouts]
     for _ in range(min(options.repeat, 3)):
-        for checkout in options.checkouts:
+        for number, checkout in enumerate(options.checkouts):
             first, last = freed_together(checkout, waiters, call_ms, by_release=by_release)
-            firsts[checkout].append(first)
-            lasts[checkout].append(last)
-    (first, *its_first), (last, *its_last) = ([median(one) for one in found.values()] for found in (firsts, lasts))
+            firsts[number].append(first)
+            lasts[number].append(last)
+    first_of_each = [median(found) for found in firsts]  # this one, and the rival if there is one
+    last_of_each = [median(found) for found in lasts]
+    ratio = last_of_each[0] / first_of_each[0]
     name = f"{waiters} wait, {call_ms} ms, {'release' if by_release else 'end'}"
+    last_budget = 0.3 if call_ms == 5 else math.inf
+    ratio_budget = 1.5 if call_ms >= 5 else math.inf
     return [
-        Row(f"{name}: first", first, next(iter(its_first), None), unit="s"),
-        Row(f"{name}: last", last, next(iter(its_last), None), unit="s", budget=0.3 if call_ms == 5 else math.inf),
-        Row(f"{name}: last / first", last / first, unit="times", budget=1.5 if call_ms >= 5 else math.inf),
+        Row(f"{name}: first", *first_of_each, unit="s"),
+        Row(f"{name}: last", *last_of_each, unit="s", budget=last_budget),
+        Row(f"{name}: last / first", ratio, unit="times", budget=ratio_budget),
     ]
 
 
@@ -351,9 +389,13 @@ SEEN = ("lost GPU", "MIG instance", "end of a stranger", "end of a hidden strang
 
 def bench_head(options: argparse.Namespace) -> list[Row]:
     rows = []
+    minutes = []
+    seconds = []
     with ThreadPoolExecutor(len(BEHIND)) as pool:  # they sleep nearly all the time
-        minutes = [[*pool.map(partial(calls_in_minutes, checkout), BEHIND)] for checkout in options.checkouts]
-        seconds = [[*pool.map(partial(seconds_until_seen, checkout), SEEN)] for checkout in options.checkouts]
+        for checkout in options.checkouts:
+            minutes.append(list(pool.map(partial(calls_in_minutes, checkout), BEHIND)))
+        for checkout in options.checkouts:
+            seconds.append(list(pool.map(partial(seconds_until_seen, checkout), SEEN)))
     for number, behind in enumerate(BEHIND):
         for minute, name in enumerate(("first minute", "next minute")):
             counts = [float(found[number][minute]) for found in minutes]
@@ -378,17 +420,11 @@ def held(number: int = GPUS) -> Iterator[None]:
         yield
 
 
-def until_waiting(directory: Path, number: int) -> None:
-    """Return when there are so many tickets."""
-    while len(list(directory.glob("state/queue/[0-9]*"))) < number:
-        time.sleep(0.01)
-
-
-def warm_up(directory: Path) -> None:
+def warm_up(host: HostDirectory) -> None:
     """Import all modules in this process before it forks, also those for waiting behind others."""
     with held():
         ahead = Actor(lambda line: safe_gpu.claim_gpus(timeout=60, affinity=None))
-        until_waiting(directory, 1)
+        wait_for_tickets(Path(host.state), 1)
         with suppress(safe_gpu.ClaimTimeout):
             safe_gpu.claim_gpus(timeout=0.05, affinity=None)
     ahead.end()
@@ -397,18 +433,23 @@ def warm_up(directory: Path) -> None:
 
 def processor_time(pids: list[int]) -> float:
     """Processor time of all threads of these processes, seconds."""
-    stats = (Path(f"/proc/{pid}/task/{task}/schedstat") for pid in pids for task in os.listdir(f"/proc/{pid}/task"))
-    return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e9
+    nanoseconds = 0
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def settle(pids: list[int]) -> None:
     """Return when the processes have finished their start-up; those that never rest are given half a minute."""
-    before, now = -math.inf, processor_time(pids)
+    before = -math.inf
+    now = processor_time(pids)
     for _ in range(30):
         if now - before <= 0.1:
             return
         time.sleep(1.0)
-        before, now = now, processor_time(pids)
+        before = now
+        now = processor_time(pids)
 
 
 def bench_waiters(options: argparse.Namespace) -> list[Row]:
@@ -421,18 +462,19 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
         with suppress(safe_gpu.NotEnoughGpusError):
             safe_gpu.claim_gpus(timeout=1, affinity=None)
 
-    with simulated_host() as directory:
-        warm_up(directory)
+    with simulated_host() as host:
+        warm_up(host)
         with held():
             with crowd(wait_once, number) as (workers, _):  # a virtual machine allocates memory slowly the first time
                 for worker in workers:
                     worker.join()
             with crowd(wait, number) as (workers, fired):
-                until_waiting(directory, number)
+                wait_for_tickets(Path(host.state), number)
                 arrival = time.monotonic() - fired
                 pids = [worker.pid for worker in workers]
                 settle(pids)
-                before, began = processor_time(pids), time.monotonic()
+                before = processor_time(pids)
+                began = time.monotonic()
                 time.sleep(options.seconds)
                 share = 100 * (processor_time(pids) - before) / (time.monotonic() - began)
                 (status,) = run_times(5, [sys.executable, "-c", STATUS])
@@ -445,60 +487,41 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
 
 def memory_of(pid: int) -> float:
     """MiB of memory that the process has in use, shared pages by their share."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) / 1024
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    kib = re.findall(r"^Pss: +(\d+) kB$", text, re.MULTILINE)
+    return int(kib[0]) / 1024
 
 
-HOLD = (
-    "import safe_gpu, time; safe_gpu.claim_gpus(8, affinity=None, hold_for=3600); print(flush=True); time.sleep(3600)"
-)
 WAIT = "import safe_gpu; safe_gpu.claim_gpus(timeout=None, affinity=None)"
 SLEEP = "import time; time.sleep(3600)"
-
-
-@contextmanager
-def running(host: SlowHost, code: str, number: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Have processes of Python that run this code on a host with a fake NVML; they are killed at the end."""
-    command = [sys.executable, "-c", code]
-    env = host.environment(ROOT, host.directory)
-    with ExitStack() as ending:
-        processes = []
-        for _ in range(number):
-            process = subprocess.Popen(
-                command, env=env, cwd=host.directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            ending.enter_context(process)
-            ending.callback(process.kill)
-            processes.append(process)
-        yield processes
 
 
 def bench_memory(options: argparse.Namespace) -> list[Row]:
     if not has_fake_libraries():
         return []
     number = options.waiters or 5
-    with slow_host() as host, running(host, HOLD) as [holder]:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        with running(host, WAIT, number) as waiters:
+    with slow_host() as host, Program(host, ROOT, HOLD, GPUS) as holder:
+        holder.hear()
+        with ExitStack() as ending:
+            waiters = [ending.enter_context(Program(host, ROOT, WAIT)) for _ in range(number)]
             host.wait_for_tickets(number)
             own = memory_of_each(waiters)
-        with running(host, SLEEP, number) as sleepers:
+        with ExitStack() as ending:
+            sleepers = [ending.enter_context(Program(host, ROOT, SLEEP)) for _ in range(number)]
             bare = memory_of_each(sleepers)
     return [Row("memory of a waiter", own, bare, "a bare interpreter that sleeps", "MiB", budget=20.0, what="over")]
 
 
-def memory_of_each(processes: Sequence[subprocess.Popen[bytes]]) -> float:
-    """Median of MiB that these processes have in use, once they have finished their start-up."""
-    pids = [process.pid for process in processes]
+def memory_of_each(programs: Sequence[Program]) -> float:
+    """Median of MiB that these have in use, once they have finished their start-up."""
+    pids = [program.pid for program in programs]
     settle(pids)
     return median(memory_of(pid) for pid in pids)
 
 
 def has_fake_libraries() -> bool:
     """Whether the fake NVML can be compiled; if not, it says so."""
-    has_compiler = shutil.which("gcc") is not None or shutil.which("cc") is not None
-    if has_compiler and (ROOT / "tests/fakes").is_dir():
+    if find_compiler() is not None and FAKES.is_dir():
         return True
     print("left out: the fake NVML needs a C compiler and tests/fakes")
     return False
@@ -518,11 +541,16 @@ STEPS = {
 
 def processor_milliseconds(command: Sequence[str], host: SlowHost) -> float:
     """Processor time that a process takes until its end."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = seconds_of_children()
     env = host.environment(ROOT, host.directory)
     subprocess.run(command, env=env, cwd=host.directory, stderr=subprocess.DEVNULL, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) * 1e3
+    return (seconds_of_children() - before) * 1e3
+
+
+def seconds_of_children() -> float:
+    """Processor time of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def seconds_of_herd(host: SlowHost, commands: Sequence[Sequence[str]]) -> float:
@@ -546,15 +574,7 @@ def bench_herd(options: argparse.Namespace) -> Iterator[Row]:
     if not has_fake_libraries():
         return
     with slow_host() as host:
-        times: dict[str, list[float]] = {name: [] for name in STEPS}
-        for _ in range(options.repeat + 1):  # the first time the package is compiled, and the state directory made
-            for name, code in STEPS.items():
-                times[name].append(processor_milliseconds([sys.executable, "-c", code], host))
-        before = 0.0
-        for name, found in times.items():
-            fastest = min(found)
-            yield Row(name, fastest - before, unit="ms of CPU")
-            before = fastest
+        yield from steps_of_a_job(host, options.repeat)
         hold = ["sleep", str(options.job_seconds)]
         claims = [[sys.executable, "-c", RUN, *hold] for _ in range(options.jobs)]
         own = seconds_of_herd(host, claims)
@@ -565,15 +585,51 @@ def bench_herd(options: argparse.Namespace) -> Iterator[Row]:
     yield Row(f"{options.jobs} jobs at once: GPUs are used", used / own, used / other, rival, unit="%")
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
-    name.removeprefix("bench_"): part for name, part in list(globals().items()) if name.startswith("bench_")
-}
+def steps_of_a_job(host: SlowHost, repeat: int) -> list[Row]:
+    """What each step of a job computes beyond the one before."""
+    times: dict[str, list[float]] = {name: [] for name in STEPS}
+    for _ in range(repeat + 1):  # the first time the package is compiled, and the state directory made
+        for name, code in STEPS.items():
+            times[name].append(processor_milliseconds([sys.executable, "-c", code], host))
+    rows = []
+    before = 0.0
+    for name, found in times.items():
+        fastest = min(found)
+        rows.append(Row(name, fastest - before, unit="ms of CPU"))
+        before = fastest
+    return rows
 
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
+    "import": bench_import,
+    "claim": bench_claim,
+    "calls": bench_calls,
+    "run": bench_run,
+    "crowd": bench_crowd,
+    "handover": bench_handover,
+    "together": bench_together,
+    "head": bench_head,
+    "waiters": bench_waiters,
+    "memory": bench_memory,
+    "herd": bench_herd,
+}
 
 TAKE_MINUTES = ("together", "head", "herd")  # left out by --quick
 
 
 def main() -> int:
+    options = options_of_bench()
+    print(f"{'':44} {'safe_gpu':>9} {'rival':>9}  budget", flush=True)
+    all_met = True
+    for part in options.parts:
+        for row in PARTS[part](options):
+            print(row, flush=True)
+            all_met = all_met and row.met
+    return 1 if options.check and not all_met else 0
+
+
+def options_of_bench() -> argparse.Namespace:
+    """The options of the command line, with the ``checkouts`` that are compared, and all ``parts`` if none is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="(default: all)")
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions (default: %(default)s)")
@@ -588,19 +644,20 @@ def main() -> int:
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="of together and head: the rival")
     parser.add_argument("--check", action="store_true", help="exit 1 if a budget is missed")
     options = parser.parse_args()
+    for part in options.parts:
+        if part not in PARTS:
+            parser.error(f"there is no part {part!r}: choose among {', '.join(PARTS)}")
+    if not options.parts:
+        options.parts = [part for part in PARTS if not (options.quick and part in TAKE_MINUTES)]
     if options.quick:
-        options.repeat, options.processes, options.waiters, options.seconds = 1, 10, 3, 0.1
-    options.checkouts = [ROOT, *([] if options.against is None else [options.against.resolve()])]
-    if unknown := set(options.parts) - PARTS.keys():
-        parser.error(f"there is no part {unknown.pop()!r}: choose among {', '.join(PARTS)}")
-    print(f"{'':44} {'safe_gpu':>9} {'rival':>9}  budget", flush=True)
-    met = True
-    parts = options.parts or [part for part in PARTS if not (options.quick and part in TAKE_MINUTES)]
-    for part in parts:
-        for row in PARTS[part](options):
-            print(row, flush=True)
-            met = met and row.met
-    return 1 if options.check and not met else 0
+        options.repeat = 1
+        options.processes = 10
+        options.waiters = 3
+        options.seconds = 0.1
+    options.checkouts = [ROOT]
+    if options.against is not None:
+        options.checkouts.append(options.against.resolve())
+    return options
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Waiters on a host of fake NVIDIA GPUs whose driver takes its time: for bench.py.
+"""Programs on a host of fake NVIDIA GPUs whose driver takes its time: for bench.py.
 
 The driver is the fake NVML of the tests. Processes of this package, or of another checkout of it, claim there.
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +31,7 @@ _WAITED, _PATIENCE = 30.0, 90.0
 _MINUTE = 60.0
 
 # Claims GPUs, says when it had them, and gives them back when it is told to.
-_HOLD = """
+HOLD = """
 import sys, time, safe_gpu
 owner = safe_gpu.claim_gpus(int(sys.argv[1]), timeout=0, affinity=None)
 print(time.monotonic(), flush=True)
@@ -54,6 +54,17 @@ sys.stdin.readline()
 """
 
 
+def find_compiler() -> str | None:
+    """The path of the C compiler, if there is one."""
+    return shutil.which("gcc") or shutil.which("cc")
+
+
+def wait_for_tickets(state: Path, number: int) -> None:
+    """Return when so many stand in the queue of a state directory."""
+    while len(list(state.glob("queue/[0-9]*"))) < number:
+        time.sleep(0.01)
+
+
 class SlowHost:
     """A host of fake GPUs in a directory of its own.
 
@@ -72,7 +83,7 @@ class SlowHost:
         self.slow_down(0)
 
     def _compile(self) -> None:
-        compiler = shutil.which("gcc") or shutil.which("cc") or "cc"
+        compiler = find_compiler() or "cc"
         for source, library in _LIBRARIES.items():
             options = ["-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{library}"]
             subprocess.run([compiler, *options, "-o", self.directory / library, FAKES / source], check=True)
@@ -121,15 +132,15 @@ class SlowHost:
         Args:
             is_seen_here: False is a pid that means nothing here, as one of the host in a container.
         """
-        path = self.directory / "procs" / self.uuids[number] / (str(pid) if is_seen_here else f"{pid}.static")
+        name = str(pid) if is_seen_here else f"{pid}.static"
+        path = self.directory / "procs" / self.uuids[number] / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(str(1 << 30))
         return path
 
     def wait_for_tickets(self, number: int) -> None:
         """Return when so many stand in the queue."""
-        while len(list(self.directory.glob("state/queue/[0-9]*"))) < number:
-            time.sleep(0.02)
+        wait_for_tickets(self.directory / "state", number)
 
     def _replace(self, name: str, text: str) -> None:
         new = self.directory / f".{name}"
@@ -151,7 +162,7 @@ class Program:
         self, host: SlowHost, checkout: Path, code: str, *arguments: object, driver: Path | None = None
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
+            [sys.executable, "-c", code, *(str(argument) for argument in arguments)],
             cwd=host.directory,  # where no package is
             env=host.environment(checkout, driver or host.directory),
             stdin=subprocess.PIPE,
@@ -161,6 +172,10 @@ class Program:
             start_new_session=True,
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def hear(self) -> float:
         """Return the time that it says next, as of ``time.monotonic()``."""
         return float(_end(self._process.stdout).readline())
@@ -168,7 +183,9 @@ class Program:
     def hear_within(self, seconds: float) -> float:
         """Return the same; infinity if it says nothing within this time."""
         ready, _, _ = select.select([_end(self._process.stdout)], [], [], seconds)
-        return self.hear() if ready else math.inf
+        if not ready:
+            return math.inf
+        return self.hear()
 
     def tell(self) -> None:
         """Let it go on."""
@@ -191,6 +208,7 @@ class Program:
 
 
 def _end(pipe: IO[Any] | None) -> IO[Any]:
+    """An end of a pipe that there is."""
     assert pipe is not None
     return pipe
 
@@ -207,7 +225,7 @@ def freed_together(checkout: Path, waiters: int, call_ms: int, *, by_release: bo
         call_ms: what each call of the driver takes, in milliseconds.
         by_release: the holder gives the GPUs back and lives on. Else it ends.
     """
-    with slow_host() as host, Program(host, checkout, _HOLD, len(host.uuids)) as holder:
+    with slow_host() as host, Program(host, checkout, HOLD, len(host.uuids)) as holder:
         holder.hear()
         with Program(host, checkout, _WAIT, waiters) as crowd:
             host.wait_for_tickets(waiters)
@@ -228,6 +246,7 @@ def freed_together(checkout: Path, waiters: int, call_ms: int, *, by_release: bo
 
 @contextmanager
 def _stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that knows nothing of safe_gpu."""
     with subprocess.Popen(["sleep", "infinity"]) as process:
         try:
             yield process
@@ -248,13 +267,15 @@ def calls_in_minutes(checkout: Path, behind: str) -> tuple[int, int]:
             for number in range(len(host.uuids)):
                 host.occupy(number, stranger.pid)
         else:
-            stack.enter_context(Program(host, checkout, _HOLD, len(host.uuids))).hear()
+            stack.enter_context(Program(host, checkout, HOLD, len(host.uuids))).hear()
+        tickets = 1
         if behind == "a ticket":
             stack.enter_context(Program(host, checkout, _WAIT, 1))
             host.wait_for_tickets(1)
+            tickets = 2
         driver = host.another_driver("noted")
         stack.enter_context(Program(host, checkout, _WAIT, 1, driver=driver))
-        host.wait_for_tickets(2 if behind == "a ticket" else 1)
+        host.wait_for_tickets(tickets)
         counts = [_count(driver)]
         for _ in range(2):
             time.sleep(_MINUTE)
@@ -263,6 +284,7 @@ def calls_in_minutes(checkout: Path, behind: str) -> tuple[int, int]:
 
 
 def _count(driver: Path) -> int:
+    """How many calls of a driver were noted."""
     return len((driver / "calls").read_text().split())
 
 
@@ -276,24 +298,48 @@ def seconds_until_seen(checkout: Path, what: str) -> float:
     with ExitStack() as stack:
         host = stack.enter_context(slow_host())
         last = len(host.uuids) - 1
-        shown = {"lost GPU": "lost=1", "MIG instance": "mig=1"}
-        host.show({last: shown.get(what, "")})
-        stranger = stack.enter_context(_stranger())
-        hidden = None
-        if what == "end of a stranger":
-            host.occupy(last, stranger.pid)
-        elif what == "end of a hidden stranger":
-            hidden = host.occupy(last, 999_999_999, is_seen_here=False)
-        stack.enter_context(Program(host, checkout, _HOLD, last)).hear()
+        happens = _COMEBACKS[what](host, last, stack)
+        stack.enter_context(Program(host, checkout, HOLD, last)).hear()
         head = stack.enter_context(Program(host, checkout, _WAIT, 1))
         host.wait_for_tickets(1)
         time.sleep(_WAITED)
         began = time.monotonic()
-        if hidden is not None:
-            hidden.unlink()
-        elif what == "end of a stranger":
-            stranger.kill()
-            stranger.wait()
-        else:
-            host.show({last: f"mig=1 instances=MIG-{host.uuids[last][4:]}"} if what == "MIG instance" else {})
+        happens()
         return head.hear_within(_PATIENCE) - began
+
+
+def _lost_gpu(host: SlowHost, number: int, stack: ExitStack) -> Callable[[], None]:
+    """Lose a GPU; what is returned brings it back."""
+    host.show({number: "lost=1"})
+    return lambda: host.show({})
+
+
+def _mig_instance(host: SlowHost, number: int, stack: ExitStack) -> Callable[[], None]:
+    """Have a GPU in MIG mode without instances; what is returned makes one."""
+    host.show({number: "mig=1"})
+    return lambda: host.show({number: f"mig=1 instances=MIG-{host.uuids[number][4:]}"})
+
+
+def _end_of_stranger(host: SlowHost, number: int, stack: ExitStack) -> Callable[[], None]:
+    """Have a stranger on a GPU; what is returned ends it."""
+    stranger = stack.enter_context(_stranger())
+    host.occupy(number, stranger.pid)
+
+    def end() -> None:
+        stranger.kill()
+        stranger.wait()
+
+    return end
+
+
+def _end_of_hidden_stranger(host: SlowHost, number: int, stack: ExitStack) -> Callable[[], None]:
+    """The same with one that cannot be seen here."""
+    return host.occupy(number, 999_999_999, is_seen_here=False).unlink
+
+
+_COMEBACKS: dict[str, Callable[[SlowHost, int, ExitStack], Callable[[], None]]] = {
+    "lost GPU": _lost_gpu,
+    "MIG instance": _mig_instance,
+    "end of a stranger": _end_of_stranger,
+    "end of a hidden stranger": _end_of_hidden_stranger,
+}

@@ -23,15 +23,17 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import common  # noqa: F401 - says where the package and the support of its tests are
-from support.actor import Actor, Connection
-from support.stage import import_everything, simulate
+from support.actor import Actor
+from support.stage import import_everything, replace_file, temporary_host
 
 import safe_gpu
 from safe_gpu.cli import main as command
@@ -39,7 +41,7 @@ from safe_gpu.coordination import looks
 from safe_gpu.coordination.history import HistoryDir
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.status.gather import status_of
-from safe_gpu.status.history import claims_between, hours_held
+from safe_gpu.status.history import PastClaim, claims_between, hours_held
 from safe_gpu.status.table import table
 from safe_gpu.wording.text import Column
 
@@ -104,13 +106,32 @@ date +%s.%N; sleep {works}; exec 5>&- 6>&- 7>&- 8>&-; date +%s.%N; sleep {rests}
 
 
 class Told(NamedTuple):
-    """What a job tells: when it got its GPUs, and which; when it began to work and ceased to; and when it ended."""
+    """What a job has told so far: when it got its GPUs, and which; when it worked and ceased to; and when it ended.
 
-    begin: float
-    gpus: list[str]
-    works: float = 0.0
-    rests: float = 0.0
-    end: float = 0.0
+    None has not been told.
+    """
+
+    begin: float | None = None
+    gpus: tuple[str, ...] = ()
+    works: float | None = None
+    rests: float | None = None
+    end: float | None = None
+
+    @classmethod
+    def read(cls, number: int) -> "Told":
+        """What the job with this number has told."""
+        path = Path(str(number))
+        words = path.read_text().split() if path.exists() else []
+        told = cls()
+        if len(words) >= 2:
+            told = told._replace(begin=float(words[0]), gpus=tuple(words[1].split(",")))
+        if len(words) >= 3:
+            told = told._replace(works=float(words[2]))
+        if len(words) >= 4:
+            told = told._replace(rests=float(words[3]))
+        if len(words) >= 5:
+            told = told._replace(end=float(words[4]))
+        return told
 
 
 class Job(NamedTuple):
@@ -129,57 +150,80 @@ class Job(NamedTuple):
         """Whether it is a command, and no Python program."""
         return self.number % 2 == 0
 
+    @property
+    def share(self) -> str | None:
+        """Of the GPU, as an option of the claim; None: all."""
+        return None if self.part == 1 else f"{SHARE}GiB"
+
+    @property
+    def hold_for(self) -> float:
+        """For how long it says that it will hold them, seconds."""
+        return max(1.0, self.length)
+
+    @property
+    def works(self) -> float:
+        """For how long it works, seconds."""
+        return self.length * self.load.works
+
     def work(self, line: Connection) -> None:
         """Claim, tell when and what, and hold it."""
         log = os.open(f"log.{self.number}", os.O_CREAT | os.O_WRONLY, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        share = None if self.part == 1 else f"{SHARE}GiB"
-        works = self.length * self.load.works
-        driver = SimulatedDriver(HOST)
         if self.by_run:
-            script = SCRIPT.format(
-                number=self.number,
-                uuids=" ".join(gpu.uuid for gpu in driver.idle.gpus),
-                tree=f"state/simulated/{HOST}",
-                memory=MEMORY_IN_USE,
-                works=works,
-                rests=self.length - works,
-            )
-            options = [
-                "-n",
-                str(self.gpus),
-                "--for",
-                f"{max(1.0, self.length)}s",
-                *(["--share", share] if share else ()),
-            ]
-            sys.exit(command(["run", *options, "--", "sh", "-c", script]))
+            self._be_command()
+        else:
+            self._be_program()
+
+    def _be_command(self) -> None:
+        """Run a script of the shell by ``safe-gpu run``."""
+        script = SCRIPT.format(
+            number=self.number,
+            uuids=" ".join(gpu.uuid for gpu in SimulatedDriver(HOST).idle.gpus),
+            tree=os.path.join(os.environ["SAFE_GPU_SIMULATED_DIR"], HOST),
+            memory=MEMORY_IN_USE,
+            works=self.works,
+            rests=self.length - self.works,
+        )
+        options = ["-n", str(self.gpus), "--for", f"{self.hold_for}s"]
+        if self.share is not None:
+            options += ["--share", self.share]
+        sys.exit(command(["run", *options, "--", "sh", "-c", script]))
+
+    def _be_program(self) -> None:
+        """Claim in Python."""
+        driver = SimulatedDriver(HOST)
         owner = safe_gpu.claim_gpus(
-            self.gpus, safe_gpu.NoPlaceholder(), timeout=None, hold_for=max(1.0, self.length), share=share
+            self.gpus, safe_gpu.NoPlaceholder(), timeout=None, hold_for=self.hold_for, share=self.share
         )
         with open(str(self.number), "w") as told:
             print(time.time(), os.environ["CUDA_VISIBLE_DEVICES"], file=told, flush=True)
             contexts = [driver.occupy(gpu.uuid, memory=MEMORY_IN_USE) for gpu in owner.gpus]
             print(time.time(), file=told, flush=True)
-            time.sleep(works)
+            time.sleep(self.works)
             for context in contexts:
                 context.close()
             print(time.time(), file=told, flush=True)
-            time.sleep(self.length - works)
+            time.sleep(self.length - self.works)
             print(time.time(), file=told)
         owner.release_gpus()
 
 
 def jobs_of(number: int, rng: random.Random, month: float, load_of: dict[int, Load]) -> list[Job]:
-    """Return the jobs of a month that takes so many seconds, in the order of their starts.
+    """The jobs of a month that takes so many seconds, in the order of their starts.
 
     Args:
         load_of: user -> load.
     """
-    parts = [SHARE / MEMORY if rng.random() < 0.15 else 1.0 for _ in range(number)]
-    gpus = [rng.choice((1, 1, 1, 2, 2, 4)) if part == 1 else 1 for part in parts]
+    parts = []
+    for _ in range(number):
+        is_share = rng.random() < 0.15
+        parts.append(SHARE / MEMORY if is_share else 1.0)
+    gpus = []
+    for part in parts:
+        gpus.append(rng.choice((1, 1, 1, 2, 2, 4)) if part == 1 else 1)
     weights = [rng.lognormvariate(0, 0.7) for _ in parts]
-    unit = LOAD * 8 * month / sum(map(math.prod, zip(parts, gpus, weights, strict=True)))
+    unit = LOAD * 8 * month / sum(math.prod(factors) for factors in zip(parts, gpus, weights, strict=True))
     starts = sorted(rng.uniform(0, 0.95 * month) for _ in parts)
     jobs = []
     for n in range(number):
@@ -192,6 +236,7 @@ class Month:
     """The jobs of a host, and what happened.
 
     Attributes:
+        looks: seconds between two looks.
         killed: job -> when.
         closed: GPU -> from when until when only the guest may take it.
         looked: when each look took place.
@@ -199,7 +244,8 @@ class Month:
     """
 
     def __init__(self, number: int, seed: int, speed: float, days: float) -> None:
-        self.seconds, self.looks = days * DAY / speed, max(LOOKS / speed, 0.05)
+        self.seconds = days * DAY / speed
+        self.looks = max(LOOKS / speed, 0.05)
         self.speed = speed
         self.jobs = jobs_of(number, random.Random(seed), self.seconds, loads(self.looks))
         self.looked: list[float] = []
@@ -213,34 +259,39 @@ class Month:
     def live(self) -> None:
         """Let the month pass."""
         coming = list(self.jobs)
-        plan = [(0.3, self.drain), (0.4, self.resume), (0.5, self.reserve)]
+        plan: list[tuple[float, Callable[[], None]]] = [(0.3, self.drain), (0.4, self.resume), (0.5, self.reserve)]
         running: dict[int, Actor] = {}
-        looked = 0.0
+        next_look = 0.0
         while coming or running:
             passed = time.time() - self.began
             if coming and coming[0].start <= passed:
                 job = coming.pop(0)
                 running[job.number] = Actor(job.work, uid=job.user)
                 self.pids[job.number] = running[job.number].pid
-            if passed >= looked and not self.is_unseen(time.time()):
-                looked = passed + self.looks
+            if passed >= next_look and not self.is_unseen(time.time()):
+                next_look = passed + self.looks
                 self.look()
             if plan and plan[0][0] * self.seconds <= passed:
-                plan.pop(0)[1]()
-            for number in KILLED:
-                told = self.told(number)
-                if (
-                    number in running
-                    and 2 <= len(told) < 5
-                    and time.time() > float(told[0]) + self.jobs[number].length / 2
-                ):
-                    self.killed[number] = time.time()
-                    os.kill(running[number].pid, signal.SIGKILL)
+                _, do = plan.pop(0)
+                do()
+            self.kill_some(running)
             running = {number: one for number, one in running.items() if os.waitpid(one.pid, os.WNOHANG) == (0, 0)}
             time.sleep(0.002)
 
+    def kill_some(self, running: dict[int, Actor]) -> None:
+        """Kill those of the running jobs that are to be killed, in the middle."""
+        for number in KILLED:
+            if number not in running:
+                continue
+            told = Told.read(number)
+            if told.begin is None or told.end is not None:
+                continue
+            if time.time() > told.begin + self.jobs[number].length / 2:
+                self.killed[number] = time.time()
+                os.kill(running[number].pid, signal.SIGKILL)
+
     def is_unseen(self, moment: float) -> bool:
-        """Return whether nobody looks then."""
+        """Whether nobody looks then."""
         return UNSEEN[0] <= (moment - self.began) / self.seconds < UNSEEN[1]
 
     def look(self) -> None:
@@ -254,23 +305,11 @@ class Month:
             load = 0.0
             for process in gpu.processes or ():
                 if process.pid in job_of:
-                    load += self.load_of(job_of[process.pid], now)
+                    load += load_of_job(job_of[process.pid], now)
             gpus.append(gpu._replace(utilization=min(100, round(100 * load))))
         status_of(snapshot.updated(gpus))
         self.cost += time.process_time() - began
         self.looked.append(now)
-
-    def load_of(self, job: Job, now: float) -> float:
-        """Return the utilisation by a job that works, from 0 to 1."""
-        told = self.told(job.number)
-        if len(told) < 3:
-            return job.load.mean  # it is about to tell
-        return job.load.now(now - float(told[2]))
-
-    def told(self, number: int) -> list[str]:
-        """Return what a job has told so far, the fields of `Told`."""
-        path = Path(str(number))
-        return path.read_text().split() if path.exists() else []
 
     def drain(self) -> None:
         """Close two GPUs at once."""
@@ -289,89 +328,159 @@ class Month:
         command(["drain", "0,1", "--from", f"+{tenth}s", "--until", f"+{tenth}s", "--for-user", str(GUEST)])
         self.closed.update(dict.fromkeys("01", (begin + 1, begin + tenth - 1)))  # it is kept in whole seconds
 
-    def judge(self, speed: float) -> list[str]:
-        """Print the GPU-hours of each user, as the jobs tell them and as the history does; return what is wrong."""
-        now = time.time()
-        claims = claims_between(self.began - 1, now)[0]
-        wrong, held = [], []
-        sums = {user: [0.0] * 4 for user in USERS}
-        for job in self.jobs:
-            told, pid, start = self.told(job.number), self.pids[job.number], self.began + job.start
+
+def load_of_job(job: Job, now: float) -> float:
+    """The utilisation by a job that works, from 0 to 1."""
+    told = Told.read(job.number)
+    if told.works is None:
+        return job.load.mean  # it is about to tell
+    return job.load.now(now - told.works)
+
+
+@dataclass
+class Hours:
+    """What the jobs of a user had, in GPU-hours of the month, and what the history tells of it."""
+
+    jobs: int = 0
+    happened: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
+
+
+class Judge:
+    """Compares what jobs tell with what the history says.
+
+    Attributes:
+        wrong: what differs.
+    """
+
+    def __init__(self, month: Month) -> None:
+        self.wrong: list[str] = []
+        self._month = month
+        self._now = time.time()
+        self._claims = claims_between(month.began - 1, self._now)[0]
+        self._held: list[tuple[str, float, float, Job]] = []  # of whole GPUs
+        self._hours = {user: Hours() for user in USERS}
+
+    def claim_of(self, job: Job) -> PastClaim | None:
+        """The claim of a job in the history; None if there is none."""
+        start = self._month.began + job.start
+        for claim in self._claims:
             # Before and after the job, other processes may have had its pid.
-            claim = next((one for one in claims if one.pid == pid and one.since >= start), None)
-            if claim is None or len(told) < (2 if job.number in self.killed else 5):
-                log = Path(f"log.{job.number}").read_text()
-                wrong.append(f"{job} is lost: it told {told}, the history {claim}; {log}")
-                continue
-            # One that is killed may just have ended.
-            end = float(told[4]) if len(told) > 4 else self.killed[job.number]
-            begin, gpus = float(told[0]), told[1].split(",")
-            released = not job.by_run and job.number not in self.killed
-            is_same = (sorted(claim.labels), claim.uid) == (sorted(gpus), job.user)
-            if not is_same or (released and not claim.knows_its_end):
-                wrong.append(f"{job} had {gpus}, and the history says {claim}")
-            for gpu in gpus:
-                since, until = self.closed.get(gpu, (0.0, 0.0))
-                if since < begin < until and (gpu in "67" or job.user != GUEST):
-                    wrong.append(f"{job} took GPU {gpu}, which was closed")
-            held += [(gpu, begin, end, job) for gpu in gpus if job.part == 1]
-            # The look that finds it gone may be late.
-            if not released and (self.is_unseen(end) or self.is_unseen(end - 10 * self.looks)):
-                continue  # nobody has seen how long it lived
-            seconds = [(end - begin) * job.part, *hours_held(claim, 0.0, now)]
-            more = [1.0, *(job.gpus * one * speed / 3600 for one in seconds)]
-            sums[job.user] = [one + other for one, other in zip(sums[job.user], more, strict=True)]
-        for (gpu, _, end, one), (same, begin, _, other) in pairwise(sorted(held)):
+            if claim.pid == self._month.pids[job.number] and claim.since >= start:
+                return claim
+        return None
+
+    def judge_hours(self) -> None:
+        """Print the GPU-hours of each user, as the jobs tell them and as the history does, and judge them."""
+        for job in self._month.jobs:
+            self._judge_job(job)
+        for (gpu, _, end, one), (same, begin, _, other) in pairwise(sorted(self._held)):
             if gpu == same and begin < end:
-                wrong.append(f"GPU {gpu} was held by {one} and by {other}")
-        columns = [Column("USER", [str(user) for user in sums])]
-        for place, title in enumerate(("JOBS", "GPU-HOURS", "AT LEAST", "AT MOST")):
-            cells = [f"{one[place]:,.{min(place, 1)}f}" for one in sums.values()]
-            columns.append(Column(title, cells, right=True))
+                self.wrong.append(f"GPU {gpu} was held by {one} and by {other}")
+        self._print_hours()
+        for user, hours in self._hours.items():
+            if self._month.speed <= EXACT:
+                factor = 1.01
+                is_right = hours.most / factor <= hours.happened <= hours.least * factor
+            else:
+                factor = 1.2
+                is_right = hours.least / factor <= hours.happened <= hours.most * factor
+            if not is_right:
+                self.wrong.append(f"the history of {user} is off by more than {factor - 1:.0%}")
+
+    def _judge_job(self, job: Job) -> None:
+        """Judge whether the history knows a job, whether it had what nobody else had, and add its hours."""
+        month = self._month
+        told = Told.read(job.number)
+        claim = self.claim_of(job)
+        was_killed = job.number in month.killed
+        # One that is killed may just have ended.
+        end = told.end
+        if end is None:
+            end = month.killed.get(job.number)
+        if claim is None or told.begin is None or end is None:
+            log = Path(f"log.{job.number}").read_text()
+            self.wrong.append(f"{job} is lost: it told {told}, the history {claim}; {log}")
+            return
+        was_released = not job.by_run and not was_killed
+        is_same = sorted(claim.labels) == sorted(told.gpus) and claim.uid == job.user
+        if not is_same or (was_released and not claim.knows_its_end):
+            self.wrong.append(f"{job} had {told.gpus}, and the history says {claim}")
+        self._judge_closed(job, told.begin, told.gpus)
+        if job.part == 1:
+            self._held += [(gpu, told.begin, end, job) for gpu in told.gpus]
+        # The look that finds it gone may be late.
+        if not was_released and (month.is_unseen(end) or month.is_unseen(end - 10 * month.looks)):
+            return  # nobody has seen how long it lived
+        least, most = hours_held(claim, 0.0, self._now)
+        to_hours = job.gpus * month.speed / 3600
+        hours = self._hours[job.user]
+        hours.jobs += 1
+        hours.happened += (end - told.begin) * job.part * to_hours
+        hours.least += least * to_hours
+        hours.most += most * to_hours
+
+    def _judge_closed(self, job: Job, begin: float, gpus: Sequence[str]) -> None:
+        """Judge whether a job took GPUs that were closed."""
+        for gpu in gpus:
+            since, until = self._month.closed.get(gpu, (0.0, 0.0))
+            if since < begin < until and (gpu in "67" or job.user != GUEST):
+                self.wrong.append(f"{job} took GPU {gpu}, which was closed")
+
+    def _print_hours(self) -> None:
+        found = self._hours.values()
+        columns = [
+            Column("USER", [str(user) for user in self._hours]),
+            Column("JOBS", [f"{hours.jobs}" for hours in found], right=True),
+            Column("GPU-HOURS", [f"{hours.happened:,.1f}" for hours in found], right=True),
+            Column("AT LEAST", [f"{hours.least:,.1f}" for hours in found], right=True),
+            Column("AT MOST", [f"{hours.most:,.1f}" for hours in found], right=True),
+        ]
         print(*table(columns, 80), sep="\n")
-        for user, (_, happened, least, most) in sums.items():
-            exact = speed <= EXACT
-            low, high, factor = (most, least, 1.01) if exact else (least, most, 1.2)
-            if not low / factor <= happened <= high * factor:
-                wrong.append(f"the history of {user} is off by more than {factor - 1:.0%}")
-        return wrong
 
-    def judge_use(self) -> list[str]:
-        """Print how much each user used, as the jobs tell it and as the history does; return what is wrong."""
-        now = time.time()
-        claims = claims_between(self.began - 1, now)[0]
+    def judge_use(self) -> None:
+        """Print how much each user used, as the jobs tell it and as the history does, and judge it."""
+        look = self._longest_look()
         uses = {user: UseOfUser() for user in USERS}
-        look = max(later - earlier for earlier, later in pairwise(self.looked) if later - earlier < 10 * looks.MINUTE)
-        unseen = [self.began + part * self.seconds for part in UNSEEN]
-        for job in self.jobs:
-            told, start = self.told(job.number), self.began + job.start
-            claim = next((one for one in claims if one.pid == self.pids[job.number] and one.since >= start), None)
-            if claim is None or job.number in self.killed or len(told) < 5:
-                continue
-            begin, works, rests, end = [float(told[place]) for place in (0, 2, 3, 4)]
-            use = uses[job.user]
-            use.claims += job.gpus
-            was_unseen = max(0.0, min(end, unseen[1]) - max(begin, unseen[0]))
-            use.unseen += job.gpus * job.part * was_unseen
-            seen = claim.use(0.0, now)
-            missed = job.gpus * hours_held(claim, 0.0, now)[1] - seen.looked
-            use.missed += missed
-            if missed > 2 * look * job.gpus * job.part:
-                continue  # what part of the load was seen is not known
-            use.missed_of_these += missed / job.part
-            use.looked_idle += seen.idle / job.part
-            use.idle += job.gpus * (works - begin + end - rests)
-            if job.part == 1:  # of a share that of the GPU is told
-                use.told += seen.told
-                use.used += seen.used
-                use.happened += job.gpus * job.load.until(rests - works)
-                use.held += job.gpus * (end - begin)
-        self.print_uses(uses, look)
-        return [wrong for user, use in uses.items() for wrong in use.wrong(user, look)]
+        for job in self._month.jobs:
+            told = Told.read(job.number)
+            claim = self.claim_of(job)
+            if claim is not None and job.number not in self._month.killed and told.end is not None:
+                self._add_use(uses[job.user], job, told, claim, look)
+        self._print_uses(uses, look)
+        for user, use in uses.items():
+            self.wrong += use.wrong(user, look)
 
-    def print_uses(self, uses: "dict[int, UseOfUser]", look: float) -> None:
+    def _longest_look(self) -> float:
+        """The longest time between two looks, but for the day without any; seconds."""
+        gaps = [later - earlier for earlier, later in pairwise(self._month.looked)]
+        return max(gap for gap in gaps if gap < 10 * looks.MINUTE)
+
+    def _add_use(self, use: "UseOfUser", job: Job, told: Told, claim: PastClaim, look: float) -> None:
+        """Add what a job did that has told everything, and what the history tells of it."""
+        month = self._month
+        unseen_from, unseen_until = [month.began + part * month.seconds for part in UNSEEN]
+        use.claims += job.gpus
+        was_unseen = max(0.0, min(told.end, unseen_until) - max(told.begin, unseen_from))
+        use.unseen += job.gpus * job.part * was_unseen
+        seen = claim.use(0.0, self._now)
+        missed = job.gpus * hours_held(claim, 0.0, self._now)[1] - seen.looked
+        use.missed += missed
+        if missed > 2 * look * job.gpus * job.part:
+            return  # what part of the load was seen is not known
+        use.missed_of_these += missed / job.part
+        use.looked_idle += seen.idle / job.part
+        use.idle += job.gpus * (told.works - told.begin + told.end - told.rests)
+        if job.part == 1:  # of a share that of the GPU is told
+            use.told += seen.told
+            use.used += seen.used
+            use.happened += job.gpus * job.load.until(told.rests - told.works)
+            use.held += job.gpus * (told.end - told.begin)
+
+    def _print_uses(self, uses: "dict[int, UseOfUser]", look: float) -> None:
         """Print how the GPUs were used, as it was and as it is told, and what looks cost."""
-        hour = 3600 / self.speed
+        hour = 3600 / self._month.speed
         cells = {
             "USED (%)": [f"{100 * use.happened / max(use.held, 1e-9):.1f}" for use in uses.values()],
             "TOLD": [f"{100 * use.used / max(use.told, 1e-9):.1f}" for use in uses.values()],
@@ -380,13 +489,17 @@ class Month:
             "UNSEEN HOURS": [f"{use.unseen / hour:,.1f}" for use in uses.values()],
             "NOT LOOKED AT": [f"{use.missed / hour:,.1f}" for use in uses.values()],
         }
-        users = Column("USER", [str(user) for user in uses])
-        print(*table([users, *(Column(title, column, right=True) for title, column in cells.items())], 100), sep="\n")
-        lines = [line for path in Path("state/history").glob("*.jsonl") for line in path.read_bytes().splitlines(True)]
-        told = [line for line in lines if b'"looks"' in line]
+        columns = [Column("USER", [str(user) for user in uses])]
+        columns += [Column(title, column, right=True) for title, column in cells.items()]
+        print(*table(columns, 100), sep="\n")
+        told = []
+        for path in Path("state/history").glob("*.jsonl"):
+            told += [line for line in path.read_bytes().splitlines(True) if b'"looks"' in line]
+        number = len(self._month.looked)
+        kib = sum(len(line) for line in told) / 1024
         print(
-            f"{len(self.looked)} looks, {1000 * self.cost / len(self.looked):.1f} ms of processor time each, at most "
-            f"{look / hour * 60:.1f} minutes apart; {len(told)} lines of them, {sum(map(len, told)) / 1024:.0f} KiB"
+            f"{number} looks, {1000 * self._month.cost / number:.1f} ms of processor time each, at most "
+            f"{look / hour * 60:.1f} minutes apart; {len(told)} lines of them, {kib:.0f} KiB"
         )
 
 
@@ -408,7 +521,7 @@ class UseOfUser:
         self.idle = self.looked_idle = self.unseen = self.missed = self.missed_of_these = 0.0
 
     def wrong(self, user: int, look: float) -> list[str]:
-        """Return what is wrong; looks are so many seconds apart at most."""
+        """What is wrong; looks are so many seconds apart at most."""
         wrong = []
         # A load that nobody has looked at may have been any.
         points = POINTS / 100 + self.missed_of_these / max(self.held, 1e-9)
@@ -431,20 +544,21 @@ def main() -> int:
     if os.geteuid():
         parser.error("only root can start jobs of five users: use sudo")
     import_everything()
-    with tempfile.TemporaryDirectory(prefix="safe-gpu-month-") as path:
-        os.chmod(path, 0o1777)
-        os.chdir(path)
-        Path("policy.ini").write_text(POLICY)
-        simulate(HOST, f"{path}/state", SAFE_GPU_POLICY=f"{path}/policy.ini")
+    with temporary_host("month", HOST) as host:
+        os.chdir(host.path)
+        replace_file(host.policy, POLICY)
+        host.enter()
         HistoryDir(make=True).close()
-        SimulatedDriver(HOST).occupy(SimulatedDriver(HOST).idle.gpus[0].uuid).close()  # makes its directory
+        host.make_files_of_driver()
         month = Month(options.jobs, options.seed, options.speed, options.days)
         looks.MINUTE = month.looks
         month.live()
-        wrong = month.judge(options.speed) + month.judge_use()
+        judge = Judge(month)
+        judge.judge_hours()
+        judge.judge_use()
         os.chdir("/")
-    print(*wrong, sep="\n")
-    return bool(wrong)
+    print(*judge.wrong, sep="\n")
+    return 1 if judge.wrong else 0
 
 
 if __name__ == "__main__":

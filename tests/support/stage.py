@@ -106,13 +106,13 @@ class HostDirectory:
         os.chmod(path, 0o1777)
         return path
 
-    def enter(self, state: str = "") -> None:
+    def enter(self, state: str = "", **variables: str) -> None:
         """Make this process one on this host.
 
         Args:
             state: its state directory, if it is another one than :attr:`state`.
+            variables: more of its environment.
         """
-        variables = {}
         if self.tree:
             variables["SAFE_GPU_SIMULATED_DIR"] = self.tree
         if os.path.exists(self.policy):

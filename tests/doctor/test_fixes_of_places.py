@@ -275,7 +275,7 @@ def test_claims_whose_gpu_was_divided_are_ended(fake_gpus: Any, state_dir: Path,
     found = finding(check)
     assert found.status == "warning"
     assert f"process {holder.pid} of " in found.detail
-    assert found.fix.startswith("have their users end these claims")
+    assert found.fix.startswith("ask their users to end these claims")
     holder.kill()
     assert finding(check).status == "passed"
 

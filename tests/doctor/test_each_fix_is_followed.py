@@ -71,7 +71,7 @@ FOLLOWED_BY: dict[str, Following] = {
         "f'{fix} {MEMORY_VARIABLE}'": (f"{OTHERS}gpus_that_cannot_be_watched",),
     },
     "policy": {
-        "f'as root: write {path} anew, a file of root\\'s with mode 644'": (f"{OTHERS}a_policy_is_written_anew",),
+        "f'as root: replace {path} by a file of root\\'s with mode 644'": (f"{OTHERS}a_policy_is_written_anew",),
         "'unset SAFE_GPU_POLICY'": (f"{OTHERS}variables",),
     },
     "variables": {"f'unset {name}'": (f"{OTHERS}variables",)},

@@ -374,6 +374,29 @@ def test_beside_a_claim_in_a_container(driver: Driver, sleeper: Any, ground: Any
     assert driver.told() == [f"process {ben} of {BEN} uses 2 GiB beside this claim"]
 
 
+@pytest.mark.parametrize(("real", "effective", "is_told"), [(4711, BEN, False), (BEN, 4711, False), (BEN, BEN, True)])
+def test_who_has_changed_the_user_may_be_of_a_claim_in_a_container(
+    driver: Driver, sleeper: Any, ground: Any, eventually: Any, real: int, effective: int, is_told: bool
+) -> None:
+    """By ``su`` or a program with the set-user-ID bit: by both users."""
+    ground.hold(0, pid=1, pidns=1, uid=4711)
+    ids = {"ruid": real, "euid": effective}
+    pid = sleeper("setpriv", *(f"--{name}={uid}" for name, uid in ids.items()), "--clear-groups")
+    eventually(lambda: api.procfs.command_of(pid) == "sleep infinity")
+    driver.put(0, on_gpu(pid))
+    assert bool(driver.told()) is is_told
+
+
+def test_a_process_in_a_container_beside_a_claim_in_a_container(
+    driver: Driver, sleeper: Any, ground: Any, eventually: Any
+) -> None:
+    """It may be of that claim."""
+    ground.hold(0, pid=1, pidns=1, uid=4711)
+    (pid,) = api.procfs.descendants(forking(sleeper("unshare", "--pid", "--fork", "--kill-child"), eventually))
+    driver.put(0, on_gpu(pid))
+    assert driver.told() == []
+
+
 # Which processes a process may have left behind
 
 

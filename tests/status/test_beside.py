@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
+from support.entries import remove_entry
 from support.findings import says
+from support.ground import locked_host
 
 BEN = 12345
 CHECK = "processes beside claims"
@@ -395,6 +397,38 @@ def test_a_process_in_a_container_beside_a_claim_in_a_container(
     (pid,) = api.procfs.descendants(forking(sleeper("unshare", "--pid", "--fork", "--kill-child"), eventually))
     driver.put(0, on_gpu(pid))
     assert driver.told() == []
+
+
+def test_beside_a_claim_whose_user_cannot_be_known(
+    driver: Driver, sleeper: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a user namespace, which shows all users of the host but one as 65534."""
+    ground.hold(0, uid=4711)
+    driver.put(0, on_gpu(sleeper(uid=BEN)))
+    assert len(driver.told()) == 1
+    monkeypatch.setattr(api.procfs, "is_unknown_user", lambda uid: uid == 4711)
+    assert driver.told() == []
+
+
+def test_beside_more_claims_than_are_looked_at(driver: Driver, sleeper: Any, ground: Any) -> None:
+    """A process of a user of one of the others may be of that one."""
+    carla, ben = sleeper(uid=4711), sleeper(uid=BEN)
+    made = []
+    for number in range(api.MOST_PARTS + 1):
+        with locked_host() as host:
+            said = {"pid": 1, "pidns": api.procfs.pid_namespace() or 0, "since": time.time(), "host": "h"}
+            said["gpus"] = {driver.gpus[0].uuid: 1 << 30}
+            directory = api.Directory(os.environ["SAFE_GPU_DIR"], "claims")
+            name, entry = api.make_entry(directory, host.claims.next_number, said, by_children=False)
+        os.fchown(entry.fd, 4711 if number == api.MOST_PARTS else 4712, 0)
+        made.append((directory, name, entry))
+    driver.put(0, on_gpu(carla), on_gpu(ben))
+    try:
+        assert driver.told() == [f"process {ben} of {BEN} uses 2 GiB beside these claims"]
+    finally:
+        for directory, name, entry in made:
+            remove_entry(directory, name, entry)
+            directory.close()
 
 
 # Which processes a process may have left behind

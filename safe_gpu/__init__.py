@@ -129,7 +129,11 @@ if not TYPE_CHECKING:  # checkers take what is imported above, and a name that i
 
     def __getattr__(name: str) -> object:
         if name not in _HOME_OF:
-            raise AttributeError(_no_attribute(name), name=name, obj=sys.modules[__name__])
+            text = f"module {__name__!r} has no attribute {name!r}"
+            instead = _instead_of(name)
+            if instead:
+                raise AttributeError(f"{text}: {instead}")
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python adds a name that is spelt alike
         from importlib import import_module
 
         module = import_module(f".{_HOME_OF[name]}", __name__)
@@ -142,16 +146,22 @@ if not TYPE_CHECKING:  # checkers take what is imported above, and a name that i
         return sorted({*globals(), *_HOME_OF})
 
 
-def _no_attribute(name: str) -> str:
-    """Return the text of the error. Python adds names that are spelt alike; it does not think of longer ones."""
-    text = f"module {__name__!r} has no attribute {name!r}"
+_COMMANDS = frozenset("affinity demo doctor drain history policy resume run setup status wait".split())
+
+
+def _instead_of(name: str) -> str:
+    """Return what to write instead of a name that there is not; "" if nobody knows."""
     longer = [known for known in _HOME_OF if known.startswith(f"{name}_")]
     if longer:
-        return f"{text}: write {' or '.join(longer)}"
+        return f"write {' or '.join(longer)}"
+    if name == "free_gpus":
+        return "write get_free_gpus to see which are free, or release_gpus to give those of this process back"
     meant = _meant_function(name)
     if meant:
-        return f"{text}: write {meant}"
-    return text
+        return f"write {meant}"
+    if name in _COMMANDS:
+        return f"safe-gpu {name} is a command of the shell"
+    return ""
 
 
 def _meant_function(name: str) -> str:

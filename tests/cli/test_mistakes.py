@@ -111,8 +111,11 @@ claim_gpus(affinity=True)  # GPUAffinityError: affinity=True is not a mode: leav
 claim_gpus(0).release()  # AttributeError: 'GPUOwner' object has no attribute 'release': call release_gpus()
 claim_gpus(0).device_ids  # AttributeError: 'GPUOwner' object has no attribute 'device_ids': read devices_taken or gpus
 claim_gpus(0).helo  # AttributeError: 'GPUOwner' object has no attribute 'helo'
+GPUOwner(gpus=2)  # TypeError: GPUOwner() got an unexpected keyword argument 'gpus': did you mean nb_gpus=?
+GPUOwner(whatnot=1)  # TypeError: GPUOwner() got an unexpected keyword argument 'whatnot'
+drain(3)  # AttributeError: module 'safe_gpu' has no attribute 'drain': safe-gpu drain is a command of the shell
 acquire(2)  # AttributeError: module 'safe_gpu' has no attribute 'acquire': write claim_gpus
-free_gpus()  # AttributeError: module 'safe_gpu' has no attribute 'free_gpus': write release_gpus
+free_gpus()  # AttributeError: module 'safe_gpu' has no attribute 'free_gpus': write get_free_gpus to see which
 claim(2)  # TypeError: safe_gpu.claim is a module: call safe_gpu.claim_gpus()
 (GPUOwner(1), GPUOwner(1))  # AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first,
 bind(9)  # GPUAffinityError: this host has no GPU 9: it has GPU 0-7

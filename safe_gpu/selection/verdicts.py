@@ -603,8 +603,8 @@ def fence_hint(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit | No
         return ""
     claimable = [verdict for verdict in unlimited if not verdict.gpu.mig_enabled]
     beyond = [verdict for verdict in claimable if verdict.gpu.uuid not in visible_limit]
-    if not beyond:
-        return ""
+    if all(verdict.state == "outside" for verdict in beyond):
+        return ""  # an option or the enclosing claim excludes them anyway
     inside = len(claimable) - len(beyond)
     free = sum(verdict.free for verdict in beyond)
     if free == 0:

@@ -584,7 +584,7 @@ def _waiters(found: HostFacts, starts: Iterable[Moments], limited: Mapping[str, 
             ticket.since,
             share=selection.share,
             stopped=pid is not None and found.processes.is_stopped(pid),
-            note=_note_on_waiter(ticket, pid),
+            note=_note_on_waiter(ticket, pid, found.claims),
             hold_for=request.hold_for,
             expected_start=expected_start,
             earliest_start=earliest_start,
@@ -595,12 +595,14 @@ def _waiters(found: HostFacts, starts: Iterable[Moments], limited: Mapping[str, 
         )
 
 
-def _note_on_waiter(ticket: Entry, pid: int | None) -> str:
+def _note_on_waiter(ticket: Entry, pid: int | None, claims: Claims) -> str:
     namespace = procfs.namespace_text(ticket.pidns or None)
     if namespace:
         return place(namespace, ticket, pid)
     if pid is None:
         return "its process cannot be seen from here"
+    if claims.is_inside(ticket):
+        return "it is inside a claim, and waits for GPUs of that claim"
     return ""
 
 

@@ -153,6 +153,8 @@ def test_the_fence() -> None:
     with pytest.raises(api.UnsatisfiableRequestError, match="2 others are free"):
         api.check_possible(host(), api.Selection(2), limit, claimed=lambda: claimed)
     assert api.fence_hint(api.judge(host(), ANY, api.Known(claimed)), limit).endswith("1 of 8 GPUs; 2 others are free")
+    verdicts = api.judge(host(), api.parse_request(only=("0",)))
+    assert api.fence_hint(verdicts, limit) == "", "the others would not be chosen without the limit either"
     verdicts = api.judge(host(2), ANY)
     assert api.fence_hint(verdicts, None) == api.fence_hint(verdicts, api.parse_cuda("1,0", host(2))) == ""
 

@@ -204,6 +204,16 @@ def test_claims_inside_claims_are_shown(ground, child) -> None:
     assert [states(of).count("claimed") for of in (status, look())] == [2, 1], "the claim inside it lives on"
 
 
+def test_who_waits_inside_a_claim_is_told_apart_from_who_waits_for_free_gpus(ground, child, eventually) -> None:
+    with claim(2, delegate=True):
+        child(CLAIM + "claim(1); say('held'); listen()", says="held")
+        child("import safe_gpu; say('waits'); safe_gpu.claim_gpus(2, timeout=None)", says="waits")
+        eventually(lambda: ground.tickets())
+        status = look()
+    assert states(status).count("free") == 6
+    assert "     it is inside a claim, and waits for GPUs of that claim" in table(status)
+
+
 def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child) -> None:
     code = CLAIM + "claim(1, NoPlaceholder(), only=0, share='20GiB'); say('held'); listen()"
     sharers = [child(code, says="held") for _ in range(2)]

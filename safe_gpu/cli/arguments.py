@@ -66,7 +66,7 @@ def _usage_error(option: str, problem: str) -> str:
         return f"{option} needs a value"
     if problem.startswith("ignored explicit argument"):
         return f"{option} takes no value"
-    if problem.startswith("-"):  # our own sentences name the option
+    if problem.startswith("-") or not option.startswith("-"):  # our own sentences name the option, or need none
         return problem
     return f"{option}: {problem}"
 
@@ -110,6 +110,8 @@ def _count(text: str) -> int | str | tuple[int, int]:
     problem = f"-n {text} is not a number of GPUs: a whole number from 1 up, a range such as 2-4, or job"
     if "," in text:
         problem += f"; for GPUs by index, write --only {text}"
+    elif text == "0":
+        problem += "; for GPU 0, write --only 0"
     raise ValueError(problem)
 
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from ..coordination.closed import closed_file, drained_gpus, read_closed
+from ..coordination.closed import all_windows, closed_file, drained_gpus, read_closed
 from ..errors import GPUAffinityError, PolicyError
 from ..gpus.windows import Window, drain_line
 from ..host.foreign_files import MOST_BYTES
@@ -13,6 +13,7 @@ from ..host.programs import is_root
 from ..settings.values import is_index, names_device
 from ..status.facts import GpuStatus
 from ..status.gather import gather
+from ..wording.text import gpu_ranges, grouped
 from .arguments import gpu_list
 from .output import say, write_whole
 
@@ -22,7 +23,25 @@ _KEPT = 7 * 86400.0  # seconds for which a window that is over is kept: the cloc
 def add_gpus(parser: argparse.ArgumentParser) -> None:
     """Let the command take GPUs."""
     names = "as nvidia-smi shows them: 3, 0,3 or 4-7; all if none is named"
-    parser.add_argument("gpus", nargs="*", type=gpu_list, metavar="GPU", help=names)
+    parser.add_argument("gpus", nargs="*", type=_gpus_of_word, metavar="GPU", help=names)
+
+
+ALL = ("all", "*")
+"""What people write for all GPUs, where no name means them."""
+
+
+def _gpus_of_word(word: str) -> Sequence[str]:
+    if word.lower() in ALL:
+        raise ValueError(leave_out(word))
+    try:
+        return gpu_list(word)
+    except ValueError:
+        raise ValueError(f"{word!r} names no GPU: write indices or UUIDs, such as 0,2, 4-7 or GPU-8932f937") from None
+
+
+def leave_out(word: str) -> str:
+    """Return the usage error for a word for all GPUs."""
+    return f"leave {word} out: all GPUs are meant if none is named"
 
 
 def named_gpus(lists: Iterable[Sequence[str]]) -> list[GpuStatus]:
@@ -125,17 +144,30 @@ def _owns_state_dir() -> bool:
 
 
 def say_who_may_claim(gpus: Iterable[GpuStatus]) -> None:
-    """Say of each GPU whether it can be claimed now, and if not, who still holds it."""
+    """Say which GPUs can be claimed now, and if not, why, and who still holds them."""
     reasons = drained_gpus()
-    for one in gpus:
-        reason = reasons.get(one.gpu.uuid)
-        if reason is None:
-            say(f"GPU {one.label}: can be claimed")
-        elif one.claim is None:
-            say(f"GPU {one.label}: {reason}")
-        else:
-            users = ", ".join(dict.fromkeys(claim.name for claim in one.claims))
-            until = "that claim ends"
-            if len(one.claims) > 1:
-                until = "these claims end"
-            say(f"GPU {one.label}: {reason}; claimed by {users} until {until}")
+    now = time.time()
+    reserved = [window for window in all_windows() if window.begin <= now < window.end]
+    alike = grouped((one.label, _who_may_claim(one, reasons.get(one.gpu.uuid), reserved)) for one in gpus)
+    for text, labels in alike.items():
+        say(f"GPU {gpu_ranges(labels)}: {text}")
+
+
+def _who_may_claim(one: GpuStatus, reason: str | None, reserved: Iterable[Window]) -> str:
+    """Return whether a GPU can be claimed now.
+
+    Args:
+        reason: why it is drained; None if it is not.
+        reserved: the reservations of now.
+    """
+    if reason is None:
+        if any(window.covers(one.gpu) for window in reserved):
+            return "not drained"
+        return "can be claimed"
+    if one.claim is None:
+        return reason
+    users = ", ".join(dict.fromkeys(claim.name for claim in one.claims))
+    until = "that claim ends"
+    if len(one.claims) > 1:
+        until = "these claims end"
+    return f"{reason}; claimed by {users} until {until}"

@@ -15,7 +15,7 @@ from ..status.facts import GpuStatus
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
 from .arguments import gpu_list
-from .closing import ClosedGpusFile, named_gpus, say_who_may_claim
+from .closing import ALL, ClosedGpusFile, leave_out, named_gpus, say_who_may_claim
 from .commands import EX_TRY_AGAIN
 from .output import say
 
@@ -96,6 +96,8 @@ def _why_no_reason(words: Sequence[str], names: Sequence[object], err: ValueErro
     first = words[0]
     if first in _OPTIONS:
         return f"did you mean --{join(words)}?"
+    if not names and first.lower() in ALL:
+        return leave_out(first)
     if not names and first.isalpha():
         reason = quote(" ".join(words))
         return f"{first!r} names no GPU: for this reason on all GPUs, write safe-gpu drain --reason {reason}"

@@ -1,5 +1,6 @@
 """What was probably meant by a word that is no command, no option or no value here."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -50,14 +51,41 @@ _OPTIONS = (
     _Elsewhere("a all", "--for-group", "leave it out: all GPUs are meant if none is named"),
     _Elsewhere("a all", "--reservation", "leave it out: all GPUs are meant if none is named"),
     _Elsewhere("a all", "--all-hosts", "leave it out for all GPUs and users of this host; --all-hosts shows others"),
+    _Elsewhere("i interval l loop lms loop_ms m monitor n w d delay", "--prometheus", "did you mean --watch?"),
+    _Elsewhere("1 once", "--prometheus", "leave it out: the table is printed once unless --watch is given"),
+    _Elsewhere(
+        "c p f F P cp cu cpu cup cpuf cupf cpuF cupF cpuP cupP cpuFP cupFP show_cmd show_full_cmd show_pid show_fan "
+        "show_fan_speed show_power",
+        "--prometheus",
+        "users and commands are shown without it; --verbose adds processes, fans and power",
+    ),
+    _Elsewhere("u show_user", "--prometheus", "did you mean --user NAME?"),
+    _Elsewhere("q query query_gpu query_compute_apps x format csv xml", "--prometheus", "did you mean --json?"),
+    _Elsewhere(
+        "color colour force_color no_color",
+        "--prometheus",
+        "on terminals there are colours, unless NO_COLOR=1 is set before the command",
+    ),
+    _Elsewhere(
+        "o only gpu gpus id L list list_gpus",
+        "--prometheus",
+        "all GPUs are shown without it; --free lists those that are free, --mine shows yours",
+    ),
+    _Elsewhere("add edit set", "--check", "limits are set in /etc/safe-gpu/config.ini, by root"),
     _Elsewhere("days last S start starttime", "--since", "did you mean --since?"),
     _Elsewhere("E end endtime", "--since", "did you mean --until?"),
-    _Elsewhere("month monthly week weekly", "--report", "did you mean --report month?"),
+    _Elsewhere("month monthly", "--report", "did you mean --report month?"),
+    _Elsewhere("week weekly", "--report", "did you mean --report week?"),
+    _Elsewhere("u", "--report", "did you mean --user NAME?"),
     _Elsewhere("group_by per", "--by", "did you mean --by?"),
-    _Elsewhere("b background daemon detach", "--refused-exit", "write nohup safe-gpu run ... -- CMD >log 2>&1 &"),
+    _Elsewhere("b background bg daemon detach", "--refused-exit", "write nohup safe-gpu run ... -- CMD >log 2>&1 &"),
     _Elsewhere("e env export", "--refused-exit", "write safe-gpu run ... -- env NAME=VALUE CMD"),
     _Elsewhere("D chdir cwd workdir", "--refused-exit", "change to that directory before: safe-gpu run stays in it"),
     _Elsewhere("log log_file logfile o output", "--refused-exit", "write safe-gpu run ... -- CMD >FILE 2>&1"),
+    _Elsewhere("l", "--refused-exit", "did you mean -n? (how many GPUs)"),
+    _Elsewhere("auto best free least_used random", "--refused-exit", "leave it out: only GPUs that are free are taken"),
+    _Elsewhere("np ntasks pe", "--refused-exit", "one process is started: write safe-gpu run ... -- mpirun -np N CMD"),
+    _Elsewhere("v verbose", "--refused-exit", "leave it out: on a terminal it says which GPUs it got"),
     _Elsewhere("dry_run test_only", "--refused-exit", "safe-gpu status shows which GPUs are free, and claims nothing"),
 )
 
@@ -86,6 +114,8 @@ def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: st
     """
     name = word.partition("=")[0]
     of_run = options_of["run"]
+    if not after and _is_of_status(name):
+        return f"there is no option {name}: did you mean safe-gpu status?"
     if name not in of_run and chooses_by_index(name):
         return unknown_argument(word, of_run, after)
     for command, options in options_of.items():
@@ -96,9 +126,17 @@ def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: st
     return unknown_argument(word, ("--help", "--version"))
 
 
+def _is_of_status(name: str) -> bool:
+    """Return whether tools that show GPUs have an option of this name."""
+    bare = name.lstrip("-").replace("-", "_")
+    return any(one.has == "--prometheus" and bare in one.words.split() for one in _OPTIONS)
+
+
 def unknown_command(word: str, commands: Sequence[str]) -> str:
     """Return the usage error for a first word that is no command."""
     from shutil import which
+
+    from .advice import hint_for
 
     text = f"there is no command {word!r}"
     if word.lower() in GIVE_BACK:
@@ -106,6 +144,8 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     meant = _MEANT.get(word.lower()) or similar(word, commands)
     if meant:
         return f"{text}: did you mean safe-gpu {meant}?"
+    if os.path.isfile(word):
+        return f"{text}; {hint_for([word], 'safe-gpu run')}"
     if which(word):
         return f"{text}: to run it on a GPU, write safe-gpu run -- {word}"
     return f"{text}: choose from {', '.join(commands)}"
@@ -118,6 +158,8 @@ def unknown_argument(word: str, known: Sequence[str], after: str = "") -> str:
     if not word.startswith("-"):
         if word.isdecimal() and "-n" in known:
             return f"unexpected argument {word!r}: did you mean -n {word}?"
+        if not word.isdecimal() and "--user" in known:
+            return f"unexpected argument {word!r}: did you mean --user {word}?"
         return f"unexpected argument {word!r}"
     name, _, value = word.partition("=")
     hint = _by_meaning(name, value or after, known)

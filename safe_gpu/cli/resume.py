@@ -53,7 +53,7 @@ def _say_what_stays(gpus: Sequence[GpuStatus], closed: ClosedGpusFile, options: 
             if options.gpus:
                 command.insert(2, labels)
             way_out = f"to cancel that: {_as_typed(command)}"
-        say(f"GPU {labels}: but still {window} ({way_out})")
+        say(f"GPU {labels}: still {window} ({way_out})")
 
 
 def _cancel(gpus: Sequence[GpuStatus], closed: ClosedGpusFile, options: argparse.Namespace) -> None:

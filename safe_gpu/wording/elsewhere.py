@@ -69,7 +69,7 @@ _WORDS_OF: Mapping[Meant, str] = {
     Meant("exclude"): "avoid blacklist except ignore skip without x",
     Meant(
         "max_utilization"
-    ): "load max_load max_usage max_util max_utilisation maxload usage util utilisation utilization",
+    ): "threshold load max_load max_usage max_util max_utilisation maxload usage util utilisation utilization",
     Meant("near"): "closeness locality topology",
     Meant("near", "nvlink"): "nvlink p2p peer_to_peer",
     Meant("near", "numa"): "numa numa_node same_node same_numa socket",
@@ -85,7 +85,7 @@ _WORDS_OF: Mapping[Meant, str] = {
     Meant(
         note="a claim is on one host; Ray and Dragon claim on several: see safe_gpu.engines", otherwise="nodes"
     ): "N hosts nnodes nodes num_nodes",
-    Meant(note="there is one queue for all; a claim that says {hold_for} may start earlier"): "account nice partition "
+    Meant(note="there is one queue for all; a claim that says {hold_for} may start earlier"): "account nice p partition "
     "priority qos queue",
     Meant(note="claims have no names; safe-gpu status shows the command"): "J job_name name",
 }

@@ -33,9 +33,9 @@ def claim(**options: Any) -> list[int]:
 def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any, ground: Any) -> None:
     holder = command.start("run", "--", "sh", "-c", "echo up; exec sleep 600")
     assert holder.stdout.readline() == "up\n"
-    first, second, *_ = ask("drain", "0-3", "--reason", "a fan is\nbroken").stderr.splitlines()
+    first, second = ask("drain", "0-3", "--reason", "a fan is\nbroken").stderr.splitlines()
     assert first == "safe-gpu: GPU 0: drained by root: a fan is broken; claimed by root until that claim ends"
-    assert second == "safe-gpu: GPU 1: drained by root: a fan is broken"
+    assert second == "safe-gpu: GPU 1-3: drained by root: a fan is broken"
     assert claim() == [4]
     assert get_free_gpus() == ["4", "5", "6", "7"]
     with pytest.raises(NotEnoughGpusError, match="drained by root: a fan is broken"):
@@ -229,7 +229,7 @@ def test_resume_ends_a_drain_says_what_stays_reserved_and_how_that_is_cancelled(
     ask("drain", "3", "--reason", "a fan")
     said = ask("resume", "3").stderr.splitlines()
     assert said[0] == "safe-gpu: GPU 3: can be claimed"
-    assert f"GPU 3: but still reserved by root for user {ANNA} from " in said[1]
+    assert f"GPU 3: still reserved by root for user {ANNA} from " in said[1]
     assert api.drained_gpus() == {}
     way_out = re.search(r"\(to cancel that: safe-gpu (.*)\)", said[1])
     assert way_out is not None
@@ -238,6 +238,15 @@ def test_resume_ends_a_drain_says_what_stays_reserved_and_how_that_is_cancelled(
     assert "to cancel that: safe-gpu resume --reservation 'practical course')" in ask("resume").stderr
     assert "GPU 0-2: no longer reserved by root" in ask("resume", "--reservation", str(ANNA)).stderr
     assert (etc / "closed").read_text() == ""
+
+
+def test_who_resumes_what_is_reserved_now_is_not_told_that_it_can_be_claimed(etc: Path, ask: Any, ground: Any) -> None:
+    claim()
+    ask("drain", "5", "--until", "+1h")
+    free, not_drained, reserved = ask("resume").stderr.splitlines()
+    assert free == "safe-gpu: GPU 0-4,6,7: can be claimed"
+    assert not_drained == "safe-gpu: GPU 5: not drained"
+    assert "GPU 5: still reserved by root from " in reserved
 
 
 def test_a_name_of_several_reservations_or_of_none_cancels_nothing(etc: Path, ask: Any, ground: Any) -> None:

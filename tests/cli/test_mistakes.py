@@ -56,10 +56,34 @@ safe-gpu status --mem  # [2] there is no option --mem (see safe-gpu status --hel
 safe-gpu history --month  # [2] did you mean --report month?
 safe-gpu drain 3 --for 3h  # [2] did you mean --until +3h?
 safe-gpu drain 3 --undo  # [2] to allow claims again, write safe-gpu resume
+safe-gpu drain all  # [2] safe-gpu drain: error: leave all out: all GPUs are meant if none is named (see safe-gpu drain
+safe-gpu resume all  # [2] safe-gpu resume: error: leave all out: all GPUs are meant if none is named
+safe-gpu resume 3 broken  # [2] error: 'broken' names no GPU: write indices or UUIDs, such as 0,2, 4-7 or GPU-8932f937
 safe-gpu resume --all  # [2] leave it out: all GPUs are meant if none is named
 safe-gpu wait 2  # [2] safe-gpu wait: error: unexpected argument '2': did you mean -n 2? (see safe-gpu wait --help)
 safe-gpu wait -- true  # [2] no command is run here: did you mean safe-gpu run?
 safe-gpu run -n  # [2] safe-gpu run: error: -n/--gpus/--nb-gpus needs a value (see safe-gpu run --help)
+safe-gpu train.py  # [2] there is no command 'train.py'; there is a file of that name here: write safe-gpu run -- python
+safe-gpu -l  # [2] there is no option -l: did you mean safe-gpu status? (see safe-gpu --help)
+safe-gpu --list  # [2] there is no option --list: did you mean safe-gpu status?
+safe-gpu -i 3 true  # [2] there is no option -i: did you mean --only 3?
+safe-gpu status -l 1  # [2] there is no option -l: did you mean --watch?
+safe-gpu status -i  # [2] there is no option -i: did you mean --watch?
+safe-gpu status -1  # [2] there is no option -1: leave it out: the table is printed once unless --watch is given
+safe-gpu status -cpu  # [2] users and commands are shown without it; --verbose adds processes, fans and power
+safe-gpu status -u ben  # [2] did you mean --user NAME?
+safe-gpu status ben  # [2] unexpected argument 'ben': did you mean --user ben?
+safe-gpu history ben  # [2] unexpected argument 'ben': did you mean --user ben?
+safe-gpu status --query-gpu=memory.used --format=csv  # [2] there is no option --query-gpu: did you mean --json?
+safe-gpu status --no-color  # [2] on terminals there are colours, unless NO_COLOR=1 is set before the command
+safe-gpu status --only 3  # [2] all GPUs are shown without it; --free lists those that are free, --mine shows yours
+safe-gpu policy --set max_gpus=2  # [2] limits are set in /etc/safe-gpu/config.ini, by root
+safe-gpu history --week  # [2] did you mean --report week?
+safe-gpu run -l gpu=2 -- true  # [2] there is no option -l: did you mean -n? (how many GPUs)
+safe-gpu run --least-used -- true  # [2] leave it out: only GPUs that are free are taken
+safe-gpu run -pe smp 4 -- true  # [2] one process is started: write safe-gpu run ... -- mpirun -np N CMD
+safe-gpu run -p gpu -- true  # [2] there is one queue for all; a claim that says --for may start earlier
+safe-gpu run --gpus 0 -- true  # [2] or job; for GPU 0, write --only 0 (see safe-gpu run --help)
 safe-gpu run --gpus 0,1 -- true  # [2] -n 0,1 is not a number of GPUs: a whole number from 1 up, a range
 safe-gpu run -n job -- true  # [78] -n job takes the number that the batch job asked for, and this process is in no
 safe-gpu run -n 9 -- true  # [78] 9 GPUs are asked for, but this host has only 8 NVIDIA GPUs: ask for fewer

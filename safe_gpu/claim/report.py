@@ -364,7 +364,7 @@ def _why_not(verdict: GpuVerdict) -> str:
         reason = "free"
         if verdict.state == "display":
             reason += ", shared with the display"
-    return f"({verdict.gpu.name or verdict.gpu.uuid}): {reason}"
+    return f"({verdict.gpu.name or 'name not known'}): {reason}"
 
 
 def waiting_message(

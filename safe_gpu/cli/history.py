@@ -165,12 +165,10 @@ def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, 
     if options.plot is not None:
         form = options.plot[-3:]
         write_whole(options.plot, drawn(report_by_day(claims, since, until), form, title))
-    return _View(
-        kind="report",
-        names=ReportRow._fields,
-        rows=(row._asdict() for row in rows),
-        table=[title, "", *table_of_report(rows, columns(), whole_names=is_piped()), "", MEANING_OF_95],
-    )
+    table = [title, "", *table_of_report(rows, columns(), whole_names=is_piped())]
+    if any("95% WAIT" in line for line in table):  # which is left out where there is no room
+        table += ["", MEANING_OF_95]
+    return _View(kind="report", names=ReportRow._fields, rows=(row._asdict() for row in rows), table=table)
 
 
 def _without_work(claims: list[PastClaim]) -> list[PastClaim]:

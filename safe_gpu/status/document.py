@@ -79,7 +79,7 @@ def figures_of(status: Document, now: float) -> Figures:
 
 def _models(gpus: list[Document]) -> str:
     """Return the models, with the number of GPUs of each where there are several."""
-    models = Counter(one["name"] or "(no name)" for one in gpus)
+    models = Counter(one["name"] or "(name not known)" for one in gpus)
     if len(models) == 1:
         [name] = models
         return str(name)

@@ -94,7 +94,7 @@ def _models(status: HostStatus) -> list[str]:
     labels_of: dict[str, list[str]] = {}
     for one in status.gpus:
         if not one.gpu.is_mig_instance:
-            model = one.gpu.name or "(no name)"
+            model = one.gpu.name or "(name not known)"
             labels_of.setdefault(model, []).append(one.label)
     if len(labels_of) == 1:
         [(model, labels)] = labels_of.items()

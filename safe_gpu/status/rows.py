@@ -1,6 +1,6 @@
 """The rows of the table of GPUs, which the terminal and the page show. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,9 +82,9 @@ def rows_of(one: GpuStatus, now: float) -> list[TableRow]:
     return [_gpu_row(one, now), *shares, *pieces]
 
 
-def process_rows(one: GpuStatus) -> list[TableRow]:
-    """Return the rows of the processes on a GPU, that with the most memory first."""
-    return [_process_row(process, one.gpu) for process in sorted(one.processes, key=_memory_of, reverse=True)]
+def process_rows(processes: Iterable[ProcessStatus], gpu: Gpu) -> list[TableRow]:
+    """Return the rows of processes on a GPU, that with the most memory first."""
+    return [_process_row(process, gpu) for process in sorted(processes, key=_memory_of, reverse=True)]
 
 
 def _gpu_row(one: GpuStatus, now: float) -> TableRow:

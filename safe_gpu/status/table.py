@@ -41,7 +41,8 @@ class Screen:
         color: whether to add ANSI colours.
         verbose: whether waiters of one user have a line each, and the processes on each GPU.
         marks: those of the bars of memory.
-        piped: whether another program reads it, so that names of users are whole, and lines as much wider.
+        piped: whether another program reads it, so that names of users are whole and commands keep their words, and
+            lines are as much wider.
     """
 
     width: int
@@ -229,6 +230,9 @@ def gpu_table(status: HostStatus, screen: Screen) -> list[str]:
     wanted = [column for column in (*COLUMNS_OF_GPU, *COLUMNS_OF_USER) if screen.verbose or not column.only_verbose]
     shown = _shown_columns(wanted, rows, screen)
     width = _room(shown, screen)
+    if screen.piped and shown:
+        last = shown[-1]
+        width = max(width, _width(shown) - last.width + last.words)
     titles_of_gpu = [column.title for column in COLUMNS_OF_GPU]
     of_gpu = [column for column in shown if column.title in titles_of_gpu]
     of_user = [column for column in shown if column.title not in titles_of_gpu]
@@ -297,11 +301,14 @@ def _room(columns: Iterable[_ShownColumn], screen: Screen) -> int:
 
 
 def _rows(status: HostStatus, screen: Screen) -> list[TableRow]:
+    on_instances = {(one.gpu.mig_parent, process.pid) for one in status.gpus for process in one.processes}
     rows: list[TableRow] = []
     for one in status.gpus:
         rows += rows_of(one, status.taken_at)
         if screen.verbose:
-            rows += process_rows(one)
+            # The driver lists the processes of MIG instances on their GPU too.
+            own = [process for process in one.processes if (one.gpu.uuid, process.pid) not in on_instances]
+            rows += process_rows(own, one.gpu)
     return rows
 
 

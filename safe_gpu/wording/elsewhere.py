@@ -85,8 +85,9 @@ _WORDS_OF: Mapping[Meant, str] = {
     Meant(
         note="a claim is on one host; Ray and Dragon claim on several: see safe_gpu.engines", otherwise="nodes"
     ): "N hosts nnodes nodes num_nodes",
-    Meant(note="there is one queue for all; a claim that says {hold_for} may start earlier"): "account nice p partition "
-    "priority qos queue",
+    Meant(
+        note="there is one queue for all; a claim that says {hold_for} may start earlier"
+    ): "account nice p partition priority qos queue",
     Meant(note="claims have no names; safe-gpu status shows the command"): "J job_name name",
 }
 

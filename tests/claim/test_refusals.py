@@ -221,7 +221,7 @@ BUSY = api.GpuVerdict(gpu(3), "busy", "process 12 (bob, python) uses 1 GiB", 12,
 OUTSIDE = api.GpuVerdict(gpu(4), "outside", "listed in exclude=4")
 ADA = api.ClaimAhead(30106, "ada", 8, NOW - 740)
 BEHIND = "behind ada (pid 30106, wants 8 GPUs, queued for 12 min)"
-UNUSABLE = api.GpuVerdict(gpu(5), "unusable", "the driver lost it")
+UNUSABLE = api.GpuVerdict(gpu(5, name=""), "unusable", "the driver lost it")
 
 
 def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
@@ -233,7 +233,7 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
         "  GPU 1,2 (NVIDIA A100): claimed by process 4711 (ada)\n"
         "  GPU 3 (NVIDIA A100): process 12 (bob, python) uses 1 GiB\n"
         "  GPU 4 (NVIDIA A100): listed in exclude=4\n"
-        "  GPU 5 (NVIDIA A100): the driver lost it\n"
+        "  GPU 5 (name not known): the driver lost it\n"
         "  GPU 7,9 (L4): free\n"
         "  GPU 8 (T4): free"
     )

@@ -309,7 +309,9 @@ def test_gpu_hours(used: None, ask: Any, by: str, keys: int) -> None:
     assert [row[by] for row in rows(ask("history", "--by", by, "--csv").stdout)] == [row[by] for row in document["use"]]
 
 
-def test_a_report_of_a_wait(command: Any, ask: Any, ground: Any, eventually: Any) -> None:
+def test_a_report_of_a_wait(
+    command: Any, ask: Any, ground: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with claim(8):
         began = time.monotonic()
         waiter = command.start("run", "-q", "-n", 2, "--", "true")
@@ -330,6 +332,8 @@ def test_a_report_of_a_wait(command: Any, ask: Any, ground: Any, eventually: Any
     today = time.strftime("%Y-%m-%d")
     assert re.match(f"GPUs of {os.uname().nodename}, [0-9-]+ to {today}\n\nUSER ", printed)
     assert printed.endswith("\n\n95 of 100 claims waited no longer than 95% WAIT.\n")
+    monkeypatch.setenv("COLUMNS", "50")
+    assert "95" not in ask("history", "--report", "month").stdout, "what is left out is not explained"
 
 
 def test_a_report_begins_with_a_day_and_is_of_two_years_at_most(used: None, ask: Any) -> None:

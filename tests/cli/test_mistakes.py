@@ -135,8 +135,6 @@ claim_gpus(affinity=True)  # GPUAffinityError: affinity=True is not a mode: leav
 claim_gpus(0).release()  # AttributeError: 'GPUOwner' object has no attribute 'release': call release_gpus()
 claim_gpus(0).device_ids  # AttributeError: 'GPUOwner' object has no attribute 'device_ids': read devices_taken or gpus
 claim_gpus(0).helo  # AttributeError: 'GPUOwner' object has no attribute 'helo'
-GPUOwner(gpus=2)  # TypeError: GPUOwner() got an unexpected keyword argument 'gpus': did you mean nb_gpus=?
-GPUOwner(whatnot=1)  # TypeError: GPUOwner() got an unexpected keyword argument 'whatnot'
 drain(3)  # AttributeError: module 'safe_gpu' has no attribute 'drain': safe-gpu drain is a command of the shell
 acquire(2)  # AttributeError: module 'safe_gpu' has no attribute 'acquire': write claim_gpus
 free_gpus()  # AttributeError: module 'safe_gpu' has no attribute 'free_gpus': write get_free_gpus to see which

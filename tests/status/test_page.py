@@ -292,6 +292,18 @@ def test_columns_stay_in_their_places(opened: Opened, width: int) -> None:
     assert others == [first, first]
 
 
+# States whose words come closer to the next column than its padding.
+TOO_NEAR = """() => [...document.querySelectorAll(".gpus b")].filter(one =>
+  one.getBoundingClientRect().right > one.closest("td").getBoundingClientRect().right - 8).map(one => one.outerHTML)"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_states_keep_away_from_the_bars_of_memory(opened: Opened, width: int) -> None:
+    status = host()
+    status["gpus"][7] |= {"state": "unusable", "state_shown": "unusable"}
+    assert opened(page({"gpu1": status}), width).evaluate(TOO_NEAR) == []
+
+
 def test_a_table_scrolls_on_a_telephone_and_its_rows_keep_their_heads(opened: Opened) -> None:
     window = opened(page({"gpu1": host()}), 390)
     box = window.get_by_role("group", name="GPUs", exact=True)

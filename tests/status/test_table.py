@@ -122,6 +122,23 @@ def test_every_row_of_a_claim_has_its_user() -> None:
     assert long not in "".join(shown(host(62.0, *gpus, queue=(waiter,)), 80))
 
 
+def test_a_command_keeps_its_words_in_what_is_piped() -> None:
+    claim = api.Holder(20511, "anna", None, "python finetune_a_large_model.py", 1.0, until=90000.0)
+    status = host(62.0, api.GpuStatus(WARM, "claimed", claim=claim))
+    assert claim.command not in "".join(shown(status, 80))
+    assert claim.command in "".join(shown(status, 80, piped=True))
+
+
+def test_processes_of_a_mig_instance_are_shown_once() -> None:
+    """The driver lists them on the GPU too."""
+    process = api.ProcessStatus(9, "ben", "python", "compute", 1 << 30)
+    other = api.ProcessStatus(10, "ben", "watch", "graphics", 1 << 20)
+    parent = api.GpuStatus(api.Gpu(0, "GPU-0", mig_enabled=True), "unusable", processes=(process, other))
+    instance = api.Gpu(0, "MIG-0", mig_parent="GPU-0", mig_instance=0)
+    lines = words(shown(host(62.0, parent, api.GpuStatus(instance, "free", processes=(process,))), verbose=True))
+    assert [line.split()[0] for line in lines[4:8]] == ["0", "graphics", "0:0", "compute"]
+
+
 def test_names_are_whole_in_what_is_piped(state_dir: Path, ask: Any) -> None:
     """The history, its sums and its report, and a table of hosts; on a terminal they have their columns."""
     directory = state_dir / "history"

@@ -128,6 +128,8 @@ def parse_moment(text: str, after: float | None = None) -> float:
         return _midnight(now, days_ago=0)
     if word == "yesterday":
         return _midnight(now, days_ago=1)
+    if word == "tomorrow":
+        return _midnight(now, days_ago=-1)
     time_of_day = re.fullmatch(_TIME_OF_DAY, " ".join(word.split()))
     if time_of_day:
         weekday, hour, minute = time_of_day.groups()
@@ -143,7 +145,7 @@ def parse_moment(text: str, after: float | None = None) -> float:
             continue
     distance = _distance(word.removeprefix("+"))
     if distance is None:
-        forms = "2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, 7d for seven days ago"
+        forms = "2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, tomorrow, 7d for seven days ago"
         raise ValueError(f"{text!r} is not a time: write {forms}, or +2h for two hours from now")
     if not word.startswith("+"):
         return max(0.0, now - distance)

@@ -42,7 +42,7 @@ def render(
         lines += gpu_table(shown, screen)
         lines += _note_lines(shown, screen)
     elif status.gpus:
-        lines += wrapped("none of these GPUs", width)
+        lines += wrapped("no GPU is held or used by this user", width)
     else:
         lines += wrapped("no GPUs", width)
     lines += _queue_lines(shown, screen)

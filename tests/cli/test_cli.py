@@ -252,6 +252,7 @@ def test_times_that_were_and_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "time", lambda: NOW)
     days = ("yesterday", "2026-11-01", "2026-11-01 13:45", "sat 9:00", "Saturday  13:00", "7d")
     assert moments(*days) == ["11-20 00:00", "11-01 00:00", "11-01 13:45", "11-21 09:00", "11-14 13:00", "11-14 12:30"]
+    assert moments("today", "tomorrow") == ["11-21 00:00", "11-22 00:00"]
     assert moments("12:30", "12:31", "+2h") == ["11-21 12:30", "11-20 12:31", "11-21 14:30"]
     assert api.parse_moment("99999999d") == 0.0
     assert moments("12:30", "12:31", "+90m", after=NOW) == ["11-22 12:30", "11-21 12:31", "11-21 14:00"]
@@ -399,4 +400,4 @@ def test_gpus_that_are_free_and_those_of_one_user(ask: Any, ground: Any) -> None
             assert ": 5 of 8 GPUs free" in title
             assert not any(line.split()[:1] == ["2"] for line in lines)
         assert json.loads(ask("status", "--json", "--user", "nobody").stdout)["gpus"] == []
-        assert "none of these GPUs" in ask("status", "--user", "nobody").stdout
+        assert "no GPU is held or used by this user" in ask("status", "--user", "nobody").stdout

@@ -182,9 +182,10 @@ def _ensured(nb_gpus: Any, options: dict[str, Any]) -> GPUOwner:
 
 
 def release_gpus() -> None:
-    """Release the GPUs that this process holds, through :func:`claim_gpus` or any owner; do nothing without any."""
+    """Release the GPUs that this process holds, through :func:`claim_gpus` or any owner; do nothing without any, and
+    where another thread is still claiming them."""
     owner = owners.get("gpu_owner") or current_owner()
-    if owner is not None:
+    if owner is not None and owner._is_whole:
         owner.release_gpus()
 
 

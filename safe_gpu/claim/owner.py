@@ -193,6 +193,11 @@ class GPUOwner:
             return None
         return share_fraction(self.share, self.gpus)
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the claim was made; False while a thread is still making it."""
+        return self._asked != ""
+
     def release_gpus(self) -> None:
         """Release placeholders and GPUs, and restore the environment and the affinity. Safe to call twice.
 
@@ -426,8 +431,7 @@ def refuse_lost(owner: GPUOwner) -> None:
         HolderLostError: so it is.
     """
     claim = owner._claim
-    is_whole = owner._asked != ""  # else another thread is claiming
-    if claim is None or not is_whole or claim.is_intact:
+    if claim is None or not owner._is_whole or claim.is_intact:
         return
     labels = ",".join(gpu.label for gpu in owner.gpus)
     raise HolderLostError(
@@ -451,7 +455,7 @@ def _become_current(owner: GPUOwner) -> None:
 
 def already_claimed(holder: GPUOwner, further: str) -> AlreadyClaimedError:
     devices = holder.devices_taken
-    if not holder._asked:
+    if not holder._is_whole:
         return AlreadyClaimedError("another thread of this process is claiming GPUs: wait for it, and share its GPUs")
     held = "has claimed 0 GPUs"
     if devices:

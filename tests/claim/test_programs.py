@@ -193,6 +193,14 @@ def test_a_thread_waits_no_longer_than_its_timeout(threads: Threads) -> None:
     assert threads.end()["first"].devices_taken == [0, 1]
 
 
+def test_a_release_leaves_a_claim_alone_that_another_thread_is_still_making(threads: Threads) -> None:
+    """That thread would use GPUs that it believes to hold."""
+    safe_gpu.release_gpus()
+    assert threads.end()["first"].devices_taken == [0, 1]
+    safe_gpu.release_gpus()
+    assert len(safe_gpu.get_free_gpus()) == 8
+
+
 def test_a_forked_child_does_not_wait_for_threads_of_its_parent(threads: Threads) -> None:
     def ensure() -> list[int]:
         return safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).devices_taken

@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_row(case: Case, costs: list[Cost]) -> None:
+    """Print what a case costs by each checkout, and how its command ended if not well."""
     cells = [f"{cost.milliseconds:11.0f}{cost.locked:9.1f}{cost.mebibytes:8.1f}" for cost in costs]
     print(f"{case.name:44}" + "".join(cells), flush=True)
     for cost in costs:

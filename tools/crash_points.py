@@ -380,7 +380,10 @@ class Outcome:
         if status is not None:
             self._alive = False
             self._victim.status = status
-            self.end = "ended by the signal" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+            if os.WIFSIGNALED(status):
+                self.end = "ended by the signal"
+            else:
+                self.end = f"exit {os.WEXITSTATUS(status)}"
 
     def _strike(self, traced: Traced, stop: Stop) -> bool:
         """Kill or interrupt the victim, which stands at this stop. Returns whether its next stops do not matter."""
@@ -444,7 +447,9 @@ class Outcome:
 
     def _next_claimer(self) -> Actor:
         """Somebody who gets all GPUs as soon as the helpers have had theirs and let go."""
-        timeout = _SOON if self.scene.helpers else 0.0
+        timeout = 0.0
+        if self.scene.helpers:
+            timeout = _SOON
         first = self._start("the next claimer", self.stage.claims(GPUS, timeout), other=True)
         if self.scene.helpers:
             self.stage.until_queued(first)
@@ -585,7 +590,9 @@ class Victim:
         try:
             self._scene.operate()
         except Interrupt as err:
-            said = "raised" if id(err) in self._raised else repr(err)
+            said = repr(err)
+            if id(err) in self._raised:
+                said = "raised"
         except BaseException as err:
             said = f"{err!r} after {err.__context__!r}"
         end()
@@ -640,8 +647,11 @@ def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Po
         stops = [stop for stop in stops if (stop.number, stop.thread) == (args.at, args.thread)]
     if args.when:
         stops = [stop for stop in stops if stop.before == (args.when == "before")]
-    how = (args.how,) if args.how else HOW
-    return [Point(operation, one, stop.number, stop.before, stop.thread) for one in how for stop in stops]
+    points = []
+    for how in HOW:
+        if args.how in (None, how):
+            points += [Point(operation, how, stop.number, stop.before, stop.thread) for stop in stops]
+    return points
 
 
 def table(rows: Mapping[_Row, int]) -> str:
@@ -713,7 +723,8 @@ def main() -> int:
     keep_quiet()
     import_everything()
     gc.freeze()  # forked processes share what is there
-    with closing(Stage(patience=_SHORT_PATIENCE if args.broken else _PATIENCE)) as stage:
+    patience = _SHORT_PATIENCE if args.broken else _PATIENCE
+    with closing(Stage(patience=patience)) as stage:
         return _crash_all(stage, args)
 
 

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-_TRACEME, _CONT, _DETACH, _SYSCALL = 0, 7, 17, 24
-_SETOPTIONS, _GET_SYSCALL_INFO = 0x4200, 0x420E
+# Requests of ptrace(2)
+_TRACEME = 0
+_CONT = 7
+_DETACH = 17
+_SYSCALL = 24
+_SETOPTIONS = 0x4200
+_GET_SYSCALL_INFO = 0x420E
 # Stops at system calls are marked; threads and exec(2) are followed; all die with the tracer. Forks are not followed: a
 # child is another process with a fate of its own.
 _OPTIONS = 0x01 | 0x08 | 0x10 | 0x100000
@@ -80,7 +85,9 @@ def refusal() -> str:
         os.waitpid(child, 0)
         return f"PTRACE_GET_SYSCALL_INFO, of Linux 5.3, is not to be had ({err.strerror})"
     os.waitpid(child, 0)
-    return "" if not calls else "the stops of a traced process cannot be told apart here"
+    if calls:
+        return "the stops of a traced process cannot be told apart here"
+    return ""
 
 
 class Traced:
@@ -184,7 +191,8 @@ class Traced:
 
     def _free_others(self) -> None:
         """Trace the other threads no longer. They have to stop for that, and may be asleep in a call."""
-        for thread in map(int, os.listdir(f"/proc/{self.pid}/task")):  # new ones too
+        for name in os.listdir(f"/proc/{self.pid}/task"):  # new ones too
+            thread = int(name)
             if thread in self._standing or _libc.tgkill(self.pid, thread, signal.SIGURG):
                 continue
             _, status = os.waitpid(thread, _ALL)
@@ -192,11 +200,13 @@ class Traced:
                 self._standing[thread] = _signal_of(status)
 
     def _ended(self, thread: int, status: int) -> None:
+        """Note that a thread has ended; if it is the main one, the process has."""
         self._standing.pop(thread, None)
         if thread == self.pid:
             self.status = status
 
     def _go_on(self, how: int) -> None:
+        """Let those that stand go on, by this request, with their signals."""
         for thread, number in self._standing.items():
             with suppress(ProcessLookupError):  # killed meanwhile
                 _ptrace(how, thread, data=number)
@@ -206,15 +216,22 @@ class Traced:
 def _signal_of(status: int) -> int:
     """The signal that a thread is about to get which has stopped, and gets when it goes on; 0 for none."""
     number = os.WSTOPSIG(status)
-    is_event = bool(status >> 16) or number in (signal.SIGTRAP, _AT_CALL)
-    return 0 if is_event else number
+    is_event = status >> 16 != 0 or number in (signal.SIGTRAP, _AT_CALL)
+    if is_event:
+        return 0
+    return number
 
 
 def _ptrace(what: int, thread: int, address: int = 0, data: int = 0) -> None:
+    """Call ptrace(2).
+
+    Raises:
+        ProcessLookupError: the thread is gone, or does not stand.
+        OSError: for other reasons.
+    """
     if _libc.ptrace(what, thread, address, data) < 0:
         code = ctypes.get_errno()
-        kind = ProcessLookupError if code == 3 else OSError
-        raise kind(code, os.strerror(code))
+        raise OSError(code, os.strerror(code))
 
 
 _NAMES = dict(
@@ -236,5 +253,7 @@ _NAMES = dict(
 
 
 def call_name(number: int) -> str:
-    """The name of a system call; its number on other machines than x86-64."""
-    return (os.uname().machine == "x86_64" and _NAMES.get(str(number))) or f"call {number}"
+    """The name of a system call; its number if that is not known, as on other machines than x86-64."""
+    if os.uname().machine == "x86_64" and str(number) in _NAMES:
+        return _NAMES[str(number)]
+    return f"call {number}"

@@ -228,8 +228,9 @@ class Search:
             else:
                 is_new = True
                 below = self._try(host, node)
-                # Those below others are not kept: of all it would be too much.
-                self._tried[node.schedule] = below if depth == 0 else []
+                self._tried[node.schedule] = []  # those below it are not kept: of all it would be too much
+                if depth == 0:
+                    self._tried[node.schedule] = below
             depth += 1
         return is_new
 

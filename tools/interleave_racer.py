@@ -57,7 +57,7 @@ _KINDS = {0: "shared", 1: "exclusive"}  # F_RDLCK, F_WRLCK
 
 
 def names_of_tasks(racer: str) -> list[str]:
-    """Return the names of the threads that a racer may have, the main one first."""
+    """The names of the threads that a racer may have, the main one first."""
     return [racer, *(racer.lower() * number for number in (1, 2, 3))]
 
 
@@ -83,8 +83,12 @@ class Task:
 
     def begin(self) -> None:
         """In the controller: be as before the first step."""
-        self.state = "new" if self.name == self.racer else "none"
-        self.deadline, self.on, self.seen = math.inf, "", 0
+        self.state = "none"
+        if self.name == self.racer:
+            self.state = "new"
+        self.deadline = math.inf
+        self.on = ""
+        self.seen = 0
 
     def grant(self, kind: str, steps: int) -> None:
         """In the controller: let it go on."""
@@ -122,7 +126,7 @@ class Racer:
         self.clock = clock
         self.base = base
         self.running = tasks[0]
-        self.idle = tasks[:0:-1]
+        self.idle = tasks[:0:-1]  # all but the first, which is running: the next one comes last
         self.log: list[Any] = []
         self.held: dict[int, str] = {}  # descriptor -> what others see by it
         self.quiet = False
@@ -178,11 +182,13 @@ class Racer:
 
     def exec(self) -> None:
         """Do what execve(2) does to descriptors and threads. The program is still this one."""
-        spared = {fd for task in self.tasks for fd in task.pipe} | {self.line.fileno()}
-        for name in sorted(map(int, os.listdir("/proc/self/fd"))):
+        spared = {self.line.fileno()}
+        for task in self.tasks:
+            spared.update(task.pipe)
+        for fd in sorted(int(name) for name in os.listdir("/proc/self/fd")):
             with suppress(OSError):
-                if name not in spared and fcntl.fcntl(name, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
-                    os.close(name)
+                if fd not in spared and fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                    os.close(fd)
 
     def die(self, kind: str = "!") -> None:
         """Let go of everything one by one, as the kernel does for a process that exits, and be gone."""
@@ -210,30 +216,40 @@ class Racer:
         _thread.start_new_thread(begin, ())
 
     def _report(self, state: str, deadline: float = math.inf, on: str = "") -> None:
-        log, self.log = self.log, []
+        """Tell the controller where this process stands, and what it did and said since."""
+        log = self.log
+        self.log = []  # before another thread may be granted steps
         self.line.send((state, deadline, on, log))
 
     def _listen(self, task: Task) -> None:
-        sign, steps = _GRANT.unpack(os.read(task.pipe[0], _GRANT.size))
-        self.running, task.steps, kind = task, steps, sign.decode()
+        """Wait until the controller grants steps to a thread, or strikes this process."""
+        sign, task.steps = _GRANT.unpack(os.read(task.pipe[0], _GRANT.size))
+        self.running = task
+        kind = sign.decode()
         if kind in DEATHS:
             self.die(kind)
         elif kind == INTERRUPT:
             os.kill(os.getpid(), signal.SIGINT)
 
     def label(self, file: int | str) -> str:
-        """Return what a descriptor or a path is, as others know it."""
-        path = file if isinstance(file, str) else os.readlink(f"/proc/self/fd/{file}").removesuffix(" (deleted)")
-        return path[len(self.base) + 1 :] if path.startswith(self.base) else path
+        """What a descriptor or a path is, as others know it."""
+        if isinstance(file, str):
+            path = file
+        else:
+            path = os.readlink(f"/proc/self/fd/{file}").removesuffix(" (deleted)")
+        return path.removeprefix(f"{self.base}/")
 
     @property
     def suffix(self) -> bytes:
         """What keeps doors apart, as a network namespace does."""
-        return self.name.encode() if self.scene.apart else b""
+        if self.scene.apart:
+            return self.name.encode()
+        return b""
 
     def door(self, address: bytes) -> str:
-        """Return what a door is, as others know it."""
-        return f"name {address.rpartition(b'/')[2].rstrip(b'.').decode()}{self.suffix.decode()}"
+        """What a door is, as others know it."""
+        uuid = address.rpartition(b"/")[2].rstrip(b".")
+        return f"name {(uuid + self.suffix).decode()}"
 
     def look(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call what may find that another has it. Then nothing has changed, and the log says so."""
@@ -247,6 +263,7 @@ class Racer:
     # Stand-ins of functions that make system calls
 
     def flock(self, fd: int, operation: int) -> None:
+        """Stand in for flock(2) of host.lock, and of files that matter to nobody else, which is no step."""
         label = self.label(fd)
         if self.quiet or "/" not in label:  # of the driver, or that of a directory, for cleaners
             _flock(fd, operation)
@@ -262,6 +279,7 @@ class Racer:
             self.held[fd] = label
 
     def fcntl(self, fd: int, command: int, argument: Any = 0) -> Any:
+        """Stand in for fcntl(2): its locks are steps, and a copy of a descriptor holds what that does."""
         if command in _OFD:
             return self.lock(fd, command, argument)
         result = _fcntl(fd, command, argument)
@@ -271,10 +289,11 @@ class Racer:
 
     def lock(self, fd: int, command: int, argument: bytes) -> Any:
         """Stand in for fcntl(2) with locks of open file descriptions. One of a file without a name is no step."""
-        label, kind = self.label(fd), struct.unpack_from("h", argument)[0]
+        label = self.label(fd)
+        kind = struct.unpack_from("h", argument)[0]
         if kind not in _KINDS:
-            if label := self.held.get(fd, ""):  # by which others know it
-                self.step(f"unlock {label}")
+            if fd in self.held:
+                self.step(f"unlock {self.held[fd]}")  # the label by which others know it
                 del self.held[fd]
             return _fcntl(fd, command, argument)
         if not _is_unnamed(label):
@@ -291,6 +310,7 @@ class Racer:
         return result
 
     def lockf(self, fd: int, operation: int, *where: int) -> None:
+        """Stand in for lockf(3), by which the older package waits for its lock."""
         label = self.label(fd)
         if operation & fcntl.LOCK_UN:
             self.step(f"unlock {label}")
@@ -302,6 +322,7 @@ class Racer:
         _lockf(fd, operation, *where)
 
     def close(self, fd: int) -> None:
+        """Stand in for close(2)."""
         self.forget(fd)
         _close(fd)
 
@@ -321,13 +342,19 @@ class Racer:
         old, new = f"{place}/{source}", f"{place}/{target}"
         self.step(f"rename {new}")
         _rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-        self.held = {fd: new if label == old else label for fd, label in self.held.items()}
+        for fd, label in self.held.items():
+            if label == old:
+                self.held[fd] = new
         fd = os.open(target, os.O_RDONLY, dir_fd=dst_dir_fd)
         self.say(CONTENT, new, hash(_PERSONAL.sub(b"", os.pread(fd, 1 << 16, 0))))
         _close(fd)
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        label = self.label(path) if dir_fd is None else f"{self.label(dir_fd)}/{path}"
+        """Stand in for unlink(2)."""
+        if dir_fd is None:
+            label = self.label(path)
+        else:
+            label = f"{self.label(dir_fd)}/{path}"
         if not _is_unnamed(label):
             self.step(f"unlink {label}")
         _unlink(path, dir_fd=dir_fd)
@@ -338,11 +365,12 @@ class Racer:
         return f"{self.name}{self.made:{size - 1}}".encode()[:size]
 
     def whole(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return a function of the simulated driver, as one step, whatever it does within."""
+        """A function of the simulated driver, as one step, whatever it does within."""
 
         def stepping(*arguments: Any, **options: Any) -> Any:
             self.step(what)
-            before, self.quiet = self.quiet, True
+            before = self.quiet
+            self.quiet = True
             try:
                 return call(*arguments, **options)
             finally:
@@ -351,15 +379,24 @@ class Racer:
         return stepping
 
 
-_flock, _fcntl, _lockf, _close, _unlink = fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close, os.unlink
-_rename, _names = os.rename, directory.SharedDirectory.names
+# What is replaced
+_flock = fcntl.flock
+_fcntl = fcntl.fcntl
+_lockf = fcntl.lockf
+_close = os.close
+_unlink = os.unlink
+_rename = os.rename
+_names = directory.SharedDirectory.names
+_Random = random.Random
 
 
 def _is_unnamed(label: str) -> bool:
+    """Whether a file has no name yet by which others know it."""
     return label.rpartition("/")[2].startswith(".")
 
 
 def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a call finds that nobody else has it."""
     with suppress(BlockingIOError):
         call(*arguments)
         return True
@@ -368,18 +405,36 @@ def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
 
 def _replace(racer: Racer) -> None:
     """Put the stand-ins into the modules of this process."""
-    fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close = racer.flock, racer.fcntl, racer.lockf, racer.close
-    os.rename, os.unlink, os.urandom = racer.rename, racer.unlink, racer.random
-    driver, context = simulated.SimulatedDriver, simulated.SimulatedContext
-    for owner, name, what in (
-        (driver, "snapshot", "poll all"),
-        (driver, "usage", "poll some"),
-        (driver, "occupy", "start context"),
-        (context, "close", "end context"),
-        (closed, "has_closed_file", "read closed"),
-    ):
-        if racer.scene.closes or owner is not closed:
-            setattr(owner, name, racer.whole(getattr(owner, name), what))
+    _replace_system_calls(racer)
+    _replace_driver(racer)
+    _replace_locks_and_threads(racer)
+    _replace_clock(racer)
+    os.sched_yield = lambda: None
+    os.sched_getaffinity = lambda pid: set(range(os.cpu_count() or 1))  # else claims look for what is near
+    random.Random = lambda: _Random(racer.name)  # type: ignore[misc, assignment]
+
+
+def _replace_driver(racer: Racer) -> None:
+    """Make each call of the simulated driver a step, and each look for closed GPUs where somebody closes some."""
+    driver = simulated.SimulatedDriver
+    driver.snapshot = racer.whole(driver.snapshot, "poll all")
+    driver.usage = racer.whole(driver.usage, "poll some")
+    driver.occupy = racer.whole(driver.occupy, "start context")
+    context = simulated.SimulatedContext
+    context.close = racer.whole(context.close, "end context")
+    if racer.scene.closes:
+        closed.has_closed_file = racer.whole(closed.has_closed_file, "read closed")
+
+
+def _replace_system_calls(racer: Racer) -> None:
+    """Make steps of the system calls for files, locks and random numbers."""
+    fcntl.flock = racer.flock
+    fcntl.fcntl = racer.fcntl
+    fcntl.lockf = racer.lockf
+    os.close = racer.close
+    os.rename = racer.rename
+    os.unlink = racer.unlink
+    os.urandom = racer.random
 
     def names(self: Any, most: int | None = None, **options: int) -> set[str]:
         label = racer.label(self.fd)
@@ -388,26 +443,30 @@ def _replace(racer: Racer) -> None:
         return _names(self, most, **options)
 
     directory.SharedDirectory.names = names  # type: ignore[method-assign]
+
+
+def _replace_locks_and_threads(racer: Racer) -> None:
+    """Make steps of what is done to doors, and tell the controller of threads and of the locks between them."""
     doors.SHARE_PARTS = doors.SHARE_PARTS[:_PARTS]
     doors.PIECE_PARTS = doors.PIECE_PARTS[:_PARTS]
     doors.socket = _socket_of(racer)  # type: ignore[misc]
     sys.modules["threading"] = _threading_of(racer)
     locks.allocate_lock = _lock_of(racer)  # type: ignore[assignment]
+
+
+def _replace_clock(racer: Racer) -> None:
+    """Let time be the number that the controller moves on."""
     time.time = lambda: _BEGAN[0] + racer.clock[0]
     time.time_ns = lambda: int(time.time() * 1e9)
     time.monotonic = lambda: _BEGAN[1] + racer.clock[0]
     time.monotonic_ns = lambda: int(time.monotonic() * 1e9)
     time.clock_gettime = lambda number: _BEGAN[2] + racer.clock[0]
     time.sleep = racer.sleep
-    os.sched_yield = lambda: None
-    os.sched_getaffinity = lambda pid: set(range(os.cpu_count() or 1))  # else claims look for what is near
-    random.Random = lambda: _Random(racer.name)  # type: ignore[misc, assignment]
-
-
-_Random = random.Random
 
 
 def _socket_of(racer: Racer) -> type[_socket.socket]:
+    """The sockets of doors of this racer."""
+
     class Socket(_socket.socket):
         def bind(self, address: Any) -> None:
             label = racer.door(address)
@@ -427,7 +486,7 @@ def _socket_of(racer: Racer) -> type[_socket.socket]:
 
 
 def _lock_of(racer: Racer) -> type:
-    """Return a lock between the threads of this racer that the controller knows."""
+    """A lock between the threads of this racer that the controller knows."""
 
     class Lock:
         def __init__(self) -> None:
@@ -448,7 +507,7 @@ def _lock_of(racer: Racer) -> type:
 
 
 def _threading_of(racer: Racer) -> types.ModuleType:
-    """Return a module threading whose locks and threads the controller knows."""
+    """A module threading whose locks and threads the controller knows."""
 
     class Event:
         def __init__(self) -> None:
@@ -462,11 +521,15 @@ def _threading_of(racer: Racer) -> types.ModuleType:
             return self._set
 
         def wait(self, timeout: float | None = None) -> bool:
-            return racer.wait(self.is_set, racer.name, racer.clock[0] + (math.inf if timeout is None else timeout))
+            deadline = math.inf
+            if timeout is not None:
+                deadline = racer.clock[0] + timeout
+            return racer.wait(self.is_set, racer.name, deadline)
 
     class Thread:
         def __init__(self, target: Callable[..., None], args: tuple[Any, ...] = (), **about: Any) -> None:
-            self._run, self._done = lambda: target(*args), Event()
+            self._run = lambda: target(*args)
+            self._done = Event()
 
         def start(self) -> None:
             def run() -> None:

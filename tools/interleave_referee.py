@@ -102,6 +102,7 @@ class Referee:
             self._empty.clear()
 
     def _give_back(self, who: str) -> None:
+        """Hear that a racer begins to give back what it has."""
         self._has.pop(who, None)
         self._leaving.add(who)
 
@@ -116,6 +117,7 @@ class Referee:
         self._leave_queue(who)
 
     def _leave_queue(self, who: str) -> None:
+        """Nobody has to wait behind it any more."""
         self._waiting.discard(who)
         self._tickets.pop(who, None)
 

@@ -202,8 +202,9 @@ class Run:
         """
         able = [task.name for task in self._tasks.values() if self._can(task)]
         if able:
-            last = self.made[-1].move.task if self.made else ""
-            return last if last in able else able[0]
+            if self.made and self.made[-1].move.task in able:
+                return self.made[-1].move.task
+            return able[0]
         waiting = [task for task in self._tasks.values() if task.state == "waits"]
         until = min((task.deadline for task in waiting), default=math.inf)
         if until < math.inf:
@@ -229,9 +230,14 @@ class Run:
         task = self._tasks[move.task]
         before = self._choices()
         alive = self._alive()
-        if move.task not in (before if move.kind == GO else alive):
+        is_struck = move.kind != GO
+        if is_struck and move.task not in alive:
             return False
-        waited = task.deadline if task.state == "waits" else None
+        if not is_struck and move.task not in before:
+            return False
+        waited = None
+        if task.state == "waits":
+            waited = task.deadline
         self._let_go_on(task, move)
         task.state, task.deadline, task.on, log = self._host.hear(task.racer)
         states = [self._state(move.task)]
@@ -240,7 +246,7 @@ class Run:
         self._note_end(task, move, ready)
         if task.state == "waits":
             self._referee.stands(task.racer)
-            if not log and task.deadline == waited and move.kind == GO:
+            if not log and task.deadline == waited and not is_struck:
                 return False
         others = dict.fromkeys(before, 0)
         for name in self._choices():

@@ -67,7 +67,9 @@ class Device(NamedTuple):
 def device_of(gpu: Gpu) -> Device:
     """What a device of the driver is."""
     cards = [card.gpu.whole for card in find_preset(host_of_racer()).cards]
-    piece = gpu.uuid if gpu.is_piece else ""
+    piece = ""
+    if gpu.is_piece:
+        piece = gpu.uuid
     return Device(cards.index(gpu.whole), piece, gpu.mode)
 
 

@@ -121,7 +121,9 @@ class Told(NamedTuple):
     def read(cls, number: int) -> "Told":
         """What the job with this number has told."""
         path = Path(str(number))
-        words = path.read_text().split() if path.exists() else []
+        words = []
+        if path.exists():
+            words = path.read_text().split()
         told = cls()
         if len(words) >= 2:
             told = told._replace(begin=float(words[0]), gpus=tuple(words[1].split(",")))
@@ -153,7 +155,9 @@ class Job(NamedTuple):
     @property
     def share(self) -> str | None:
         """Of the GPU, as an option of the claim; None: all."""
-        return None if self.part == 1 else f"{SHARE}GiB"
+        if self.part == 1:
+            return None
+        return f"{SHARE}GiB"
 
     @property
     def hold_for(self) -> float:
@@ -429,6 +433,7 @@ class Judge:
                 self.wrong.append(f"{job} took GPU {gpu}, which was closed")
 
     def _print_hours(self) -> None:
+        """Print the table of hours."""
         found = self._hours.values()
         columns = [
             Column("USER", [str(user) for user in self._hours]),

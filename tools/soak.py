@@ -51,7 +51,9 @@ class Soak:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng = random.Random(options.seed)
         self.options = options
-        self.islands = ISLANDS if options.islands else ISLANDS[:1]
+        self.islands = ISLANDS[:1]
+        if options.islands:
+            self.islands = ISLANDS
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.violations: list[dict[str, Any]] = []
@@ -64,8 +66,12 @@ class Soak:
         self._resume: list[tuple[float, int]] = []
         self._place = place_for_all("soak")
         self.host = self._make_host()
-        self._shared = tuple(self.host.gpus[:3]) if options.shares else ()
-        self._users = USERS if options.users else ()
+        self._shared: tuple[str, ...] = ()
+        if options.shares:
+            self._shared = tuple(self.host.gpus[:3])
+        self._users: tuple[int, ...] = ()
+        if options.users:
+            self._users = USERS
         self._policy: Policy | None = None
         if options.users or options.policy or options.order == "fair":
             self._policy = Policy(self.host.path, options.order)
@@ -163,6 +169,7 @@ class Soak:
         self._set_weather(self.rng.choice(kinds))
 
     def _set_weather(self, weather: dict[str, Any]) -> None:
+        """Let the driver be so from now on, as :class:`soak_host.Weather` reads it."""
         replace_file(f"{self.host.path}/weather", json.dumps(weather))
 
     def _clean(self) -> None:

@@ -220,6 +220,7 @@ class Weather:
         SimulatedDriver.usage = lambda driver, gpus: self._changed(usage(driver, gpus))
 
     def _now(self) -> dict[str, Any]:
+        """What the file says."""
         with suppress(OSError, ValueError):
             return json.loads(self._file.read_text())
         return {}
@@ -271,7 +272,8 @@ class Policy:
         lines = ["[host]", f"order = {self._order}", "[default]"]
         lines += [f"{key} = {value}" for key, value in keys.items()]
         for uid, number in most.items():
-            lines += [f"[user {uid}]", f"max_gpus = {'unlimited' if number is None else number}"]
+            limit = "unlimited" if number is None else str(number)
+            lines += [f"[user {uid}]", f"max_gpus = {limit}"]
         replace_file(f"{self._path}/policy.ini", "\n".join(lines) + "\n")
         limits = {str(uid): number for uid, number in most.items() if number is not None}
         replace_file(f"{self._path}/limits", json.dumps({"most": limits, "max_hold": "max_hold" in keys}))
@@ -415,7 +417,10 @@ class Living:
         os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
         if life.uid is not None:
             become(life.uid)
-        self._host.enter(self._host.other if life.island == "other directory" else "")
+        state = self._host.state
+        if life.island == "other directory":
+            state = self._host.other
+        self._host.enter(state)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
@@ -454,6 +459,7 @@ class Living:
         holding.hold(self._host, owner.release_gpus)
 
     def _tell_waited(self, started: float, **more: object) -> None:
+        """Tell how long this process has waited since then."""
         seconds = time.monotonic() - started
         self._host.tell("waited", number=self._number, seconds=seconds, timeout=self._life.timeout, **more)
 
@@ -467,7 +473,7 @@ class Living:
 
     def _run(self) -> int:
         """Be a command of ``safe-gpu run``, this script."""
-        what = "nest" if self._life.way == "nest" else "hold"
+        what = {"run": "hold", "nest": "nest"}[self._life.way]
         command = [sys.executable, os.path.abspath(__file__), self._host.path, what]
         command += [str(self._life.hold), self._life.end]
         return int(safe_gpu_main(["run", "-q", *self._options(), "--", *command]) or 0)
@@ -535,6 +541,7 @@ class Holding(NamedTuple):
             time.sleep(15)
 
     def _look_for_company(self, host: SoakHost) -> None:
+        """See whether somebody else is on GPUs that are held whole."""
         if not self.share and not self.inside:
             host.look_for_company(self.uuids)
 
@@ -589,8 +596,9 @@ def _main(path: str, what: str, seconds: str, end: str) -> int:
         inner = [sys.executable, __file__, path, "inside", seconds, end]
         inside = [subprocess.Popen(inner, cwd=ROOT) for _ in uuids]
         return max(process.wait() for process in inside)
-    size = os.environ.get("SAFE_GPU_SHARE")
-    share = int(size) if size else None
+    share = None
+    if os.environ.get("SAFE_GPU_SHARE"):
+        share = int(os.environ["SAFE_GPU_SHARE"])
     if end == "release":  # safe-gpu releases when this has ended
         end = "exit"
     Holding(-1, uuids, float(seconds), end, share=share).hold(host)

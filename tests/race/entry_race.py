@@ -51,7 +51,8 @@ class PackageClaim:
     """
 
     def __init__(self, number: int, *, work: bool, **options: Any) -> None:
-        self.owner = safe_gpu.GPUOwner(number, None if work else safe_gpu.NoPlaceholder(), affinity=None, **options)
+        placeholder = None if work else safe_gpu.NoPlaceholder()
+        self.owner = safe_gpu.GPUOwner(number, placeholder, affinity=None, **options)
         self.gpus = tuple(gpu.uuid for gpu in self.owner.gpus)
         self.release = self.owner.release_gpus
         assert self.owner._claim is not None
@@ -196,8 +197,10 @@ class Race(racing.Race):
             snapshot = driver.snapshot()
         for gpu in mine.owner.gpus:
             now = snapshot.by_uuid(gpu.uuid)
-            processes = () if now is None else now.processes or ()
-            rivals = {process.pid for process in processes if self.referee.start_time(process.pid)} - {os.getpid()}
+            pids: set[int] = set()
+            if now is not None and now.processes:
+                pids = {process.pid for process in now.processes} - {os.getpid()}
+            rivals = {pid for pid in pids if self.referee.start_time(pid)}
             if rivals:
                 self.tell("violation", what="company on the driver's list", uuid=gpu.uuid, rivals=sorted(rivals))
         if self.options.hip:

@@ -73,7 +73,9 @@ class Held(NamedTuple):
 
     def mark(self, referee: Referee) -> Mark:
         """Mark that this process has it."""
-        piece = self.uuid if self.is_piece else ""
+        piece = ""
+        if self.is_piece:
+            piece = self.uuid
         return referee.begin(self.card, self.share, piece=piece, mode=self.mode)
 
 
@@ -90,6 +92,7 @@ class Silicon:
         self._driver = driver
 
     def make(self) -> None:
+        """Make the files of all slices."""
         self._place.mkdir()
         for card in self.cards:
             for number in range(SLICES):
@@ -99,6 +102,7 @@ class Silicon:
 
     @property
     def cards(self) -> list[str]:
+        """The names of the cards."""
         return [gpu.whole for gpu in self._driver.idle.gpus]
 
     def divide(self, card: str, mode: str) -> bool:
@@ -132,6 +136,7 @@ class Silicon:
             return "piece" if device.is_piece else "whole"
 
     def _count(self, name: str) -> int:
+        """How often somebody has computed on a slice."""
         return int((self._place / f"{name}.count").read_text())
 
     def lost(self) -> list[str]:
@@ -145,7 +150,9 @@ class Silicon:
         for gpu in shown:
             if gpu.uuid == held.uuid:
                 return gpu
-        return None if held.is_piece else shown[0]  # by the index of the card
+        if held.is_piece:
+            return None
+        return shown[0]  # by the index of the card
 
     def _slices(self, device: Gpu) -> range:
         """The slices of the chip that a device has."""
@@ -163,7 +170,9 @@ class Silicon:
     def _occupy(self, file: Any, held: Held) -> None:
         """Take a slice of a chip, or tell that a living process has it."""
         until = time.monotonic() + DYING
-        kind = fcntl.LOCK_EX if held.share is None else fcntl.LOCK_SH
+        kind = fcntl.LOCK_SH
+        if held.share is None:
+            kind = fcntl.LOCK_EX
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -237,7 +246,10 @@ class Race(racing.Race):
         process, said = racing.start_client(self.options.client, words, "echo held; read line")
         if not said:
             _, errors = process.communicate()
-            self.tell("refused" if process.returncode == 75 else "violation", error=errors)
+            if process.returncode == 75:
+                self.tell("refused", error=errors)
+            else:
+                self.tell("violation", error=errors)
             return
         self.work([_held_by(entry) for entry in living_claims() if entry.pid == process.pid])
         racing.end_client(process)

@@ -86,14 +86,17 @@ class Crowd:
 
 
 def _name(number: int) -> str:
+    """The name of an entry or ticket."""
     return f"{number + 1}.{number:016x}"
 
 
 def _claim(gpus: dict[str, None], **more: object) -> bytes:
+    """The content of a claim of whole GPUs, with more keys."""
     return json.dumps({"v": 1, "pid": 1, "gpus": gpus, **more}, separators=(",", ":")).encode()
 
 
 def _ticket(gpus: list[str], **more: object) -> bytes:
+    """The content of a ticket for one of these GPUs, with more keys."""
     return json.dumps({"v": 1, "pid": 1, "gpus": gpus, "nb_gpus": 1, **more}, separators=(",", ":")).encode()
 
 
@@ -217,6 +220,7 @@ def descriptors(crowd: Crowd) -> None:
 
 
 def _open_many(line: Any) -> None:
+    """Be a process of the neighbour's with 4,000 descriptors, say so, and sleep."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4200, 4200))
     os.setgroups([])
     os.setresgid(NEIGHBOUR, NEIGHBOUR, NEIGHBOUR)
@@ -248,6 +252,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
+        """What it is called in the table."""
         whose = {ROOT: " of root", VICTIM: ""}[self.uid]
         return f"{self.make.__name__}: {self.command}{whose}"
 
@@ -342,10 +347,13 @@ _STATUS = 2e-6  # seconds of a call of os.stat on an idle machine
 
 
 def costs_of(case: Case, checkouts: Sequence[Path], repeat: int) -> list[Cost]:
-    """Return what a case costs a command of each checkout: the least of several times, in turns."""
+    """What a case costs a command of each checkout: the least of several times, which the checkouts take in turns."""
+    found: list[list[Cost]] = [[] for _ in checkouts]
     with measuring(case) as cost_to:
-        found = [[cost_to(checkout) for checkout in checkouts] for _ in range(repeat)]
-    return [min(costs, key=lambda cost: cost.milliseconds / cost.slowness) for costs in zip(*found, strict=True)]
+        for _ in range(repeat):
+            for number, checkout in enumerate(checkouts):
+                found[number].append(cost_to(checkout))
+    return [min(costs, key=lambda cost: cost.milliseconds / cost.slowness) for costs in found]
 
 
 @contextmanager
@@ -363,8 +371,7 @@ def measuring(case: Case) -> Iterator[Callable[[Path], Cost]]:
 
 
 def _measured(case: Case, checkout: Path, scratch: Path, places: list[Path]) -> Cost:
-    """Return what a command of a checkout costs in the last state directory beyond the second; the first is to warm
-    up."""
+    """What a command of a checkout costs in the last state directory beyond the second; the first is to warm up."""
     words = [sys.executable, "-c", _MEASURED, checkout, str(case.uid), case.command, *places]
     env = {
         "PATH": os.environ["PATH"],

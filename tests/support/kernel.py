@@ -15,6 +15,11 @@ _DETACH = 2  # umount(2)
 
 
 def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library that returns 0 if it succeeds.
+
+    Raises:
+        OSError: it does not.
+    """
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     if function(*arguments) != 0:
         raise OSError(ctypes.get_errno(), name)

@@ -151,10 +151,12 @@ class Race:
             os._exit(1)
 
     def _kill_a_worker(self) -> None:
+        """Kill one of the processes that claim, whatever it is doing."""
         workers = [pid for pid, name in self._running.items() if name.startswith(WORKER)]
         send_signal(random.choice(workers), signal.SIGKILL)
 
     def _has_found_enough(self) -> bool:
+        """Whether the race is to end with the first thing that is found, and something was."""
         return self.options.until_found and any(event["event"] in self.found for event in self.referee.events())
 
     def report(self, told: list[dict[str, Any]]) -> int:

@@ -57,6 +57,7 @@ def booked_twice(parts: Iterable[Part], capacity: int) -> str:
 
 
 def _clash(one: Part, other: Part) -> str:
+    """What is wrong with two parts of a card beside each other; "" if nothing is."""
     if bool(one.piece) != bool(other.piece):
         return "a piece beside all of the GPU, or a share of that"
     if one.mode != other.mode:

@@ -94,7 +94,9 @@ class HostDirectory:
         self.path = path
         self.preset = preset
         self.state = f"{path}/state"
-        self.tree = f"{path}/tree" if has_tree else ""
+        self.tree = ""
+        if has_tree:
+            self.tree = f"{path}/tree"
         self.policy = f"{path}/policy.ini"
         if not os.path.isdir(path):
             self.make_place("")
@@ -253,7 +255,9 @@ def _wrong_modes(state: Path) -> list[str]:
         if path.name.startswith(".") or "simulated/" in str(path):
             continue
         mode = path.stat().st_mode & 0o7777
-        wanted = 0o1777 if path.is_dir() else 0o666
+        wanted = 0o666
+        if path.is_dir():
+            wanted = 0o1777
         if mode != wanted:
             found.append(f"{path.relative_to(state.parent)} has mode {mode:o}")
     return found

@@ -32,17 +32,17 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'case':44}" + f"{'ms':>11}{'locked':>9}{'MiB':>8}" * len(checkouts))
     for case in CASES:
         if not options.case or any(word in case.name for word in options.case):
-            print_row(case, costs_of(case, checkouts, options.repeat))
+            print_row(case, checkouts, costs_of(case, checkouts, options.repeat))
     return 0
 
 
-def print_row(case: Case, costs: list[Cost]) -> None:
+def print_row(case: Case, checkouts: list[Path], costs: list[Cost]) -> None:
     """Print what a case costs by each checkout, and how its command ended if not well."""
     cells = [f"{cost.milliseconds:11.0f}{cost.locked:9.1f}{cost.mebibytes:8.1f}" for cost in costs]
     print(f"{case.name:44}" + "".join(cells), flush=True)
-    for cost in costs:
+    for checkout, cost in zip(checkouts, costs, strict=True):
         if cost.end != "done":
-            print(f"    {cost.end}")
+            print(f"    {checkout.name}: {cost.end}")
 
 
 if __name__ == "__main__":

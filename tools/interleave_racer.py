@@ -506,8 +506,8 @@ def _lock_of(racer: Racer) -> type:
     return Lock
 
 
-def _threading_of(racer: Racer) -> types.ModuleType:
-    """A module threading whose locks and threads the controller knows."""
+def _event_of(racer: Racer) -> type:
+    """An event between the threads of this racer that the controller knows."""
 
     class Event:
         def __init__(self) -> None:
@@ -526,10 +526,17 @@ def _threading_of(racer: Racer) -> types.ModuleType:
                 deadline = racer.clock[0] + timeout
             return racer.wait(self.is_set, racer.name, deadline)
 
+    return Event
+
+
+def _threading_of(racer: Racer) -> types.ModuleType:
+    """A module threading whose locks and threads the controller knows."""
+    event = _event_of(racer)
+
     class Thread:
         def __init__(self, target: Callable[..., None], args: tuple[Any, ...] = (), **about: Any) -> None:
             self._run = lambda: target(*args)
-            self._done = Event()
+            self._done = event()
 
         def start(self) -> None:
             def run() -> None:
@@ -545,5 +552,5 @@ def _threading_of(racer: Racer) -> types.ModuleType:
             return not self._done.is_set()
 
     module = types.ModuleType("threading")
-    module.__dict__.update({**vars(threading), "Event": Event, "Thread": Thread})
+    module.__dict__.update({**vars(threading), "Event": event, "Thread": Thread})
     return module

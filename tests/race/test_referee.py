@@ -13,6 +13,7 @@ from support import api
 from support.actor import Actor
 from support.real import long
 from support.referee import Part, Referee, booked_twice
+from support.stage import Stage, let_go
 
 TOOLS = Path(__file__).parents[2] / "tools"
 if not TOOLS.exists():
@@ -153,6 +154,23 @@ def test_a_mark_counts_as_long_as_its_process_lives(tmp_path: Path) -> None:
         referee.begin("GPU-1").end()
         assert [event["what"] for event in referee.events()] == ["booked twice"]
     assert referee.held() == []
+
+
+def test_claims_on_a_stage_are_told_to_its_referee() -> None:
+    stage = Stage()
+    holder = stage.start("the holder", stage.claims(1))
+    try:
+        _, uuids, _ = holder.expect("holds")
+        stage.referee.begin(uuids[0], inside=True).end()
+        assert stage.referee.violations() == []
+        stage.referee.begin(uuids[0]).end()
+        (told,) = stage.referee.violations()
+        assert told.startswith("booked twice: ")
+        let_go(holder)
+        assert stage.referee.held() == []
+    finally:
+        holder.end()
+        stage.close()
 
 
 @long

@@ -32,6 +32,7 @@ import math
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ from bench_waits import (
 )
 from common import ROOT
 from support.actor import Actor
+from support.kernel import end_with_parent
 from support.stage import HostDirectory, temporary_host
 
 import safe_gpu
@@ -147,6 +149,7 @@ def crowd(work: Callable[[Connection[Any, Any]], object], number: int) -> Iterat
     gun, trigger = os.pipe()
 
     def wait_for_gun(line: Connection[Any, Any]) -> None:
+        end_with_parent(signal.SIGKILL)  # one that waits for a GPU does not see that nobody listens any more
         os.close(trigger)
         os.read(gun, 1)
         work(line)

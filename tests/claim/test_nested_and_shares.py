@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from support import api
 from support.actor import Actor
 from support.claims import claim, try_claim
 from support.forks import forked, in_fork
-from support.stage import claims
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
@@ -276,10 +276,17 @@ def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, ground: Any)
     assert try_claim(1) == (0,)
 
 
+def hold_a_share_of_the_first_gpu(line: Connection) -> None:
+    """Claim 1 GiB of it, say ``holds``, and keep it until the other end is told to go or is gone."""
+    with claim(1, share="1GiB", only="0"):
+        line.send(("holds",))
+        line.recv()
+
+
 def test_sixteen_and_no_more(cleanup: Any, ground: Any) -> None:
     holders = []
     for _ in range(16):
-        holders.append(Actor(claims(1, share="1GiB", only="0")))
+        holders.append(Actor(hold_a_share_of_the_first_gpu))
         cleanup.callback(holders[-1].end)
         holders[-1].expect("holds")
     with pytest.raises(NotEnoughGpusError, match="16 claims share it already"):

@@ -27,7 +27,12 @@ PRESET = "dgx-a100"
 PATIENCE = 40.0  # only a hang takes that long
 
 # Those that run everywhere; ``.ci/run`` asks for all.
-SHORT = ("test_each_sees_what_the_other_holds", "test_both_share_a_gpu", "test_a_claim_inside_a_claim")
+SHORT = (
+    "test_each_sees_what_the_other_holds",
+    "test_both_share_a_gpu",
+    "test_a_claim_inside_a_claim",
+    "test_the_client_is_a_program_of_its_own",
+)
 
 # One option of the client in C is two of ``safe-gpu run``.
 OPTIONS = {
@@ -43,21 +48,58 @@ OPTIONS = {
 SEED = os.environ.get("SAFE_GPU_TEST_SEED", "")
 
 
+# Builds of the client that are broken on purpose: what its sources say, and what they say instead.
+BROKEN = {
+    "": {},
+    "no second listing": {
+        "  list(&claims);\n  remove_dead(&claims);\n": "",
+        "  renameat(d->fd,": "  nap(0.01, 0.01);\n  renameat(d->fd,",  # it takes its time to name its entry
+    },
+    "not locked": {"!fcntl(fd, F_OFD_SETLK, &lock)": "true"},
+    "no doors": {"if (without_doors) return true;": "return true;"},
+    "no part of the GPU": {"if (gpu->is_piece && !take_part_of_pieces(gpu)) return false;": ""},
+    "no queue": {"bool is_first = !nearest_ahead(&count);": "bool is_first = nearest_ahead(&count) || true;"},
+}
+
+
+def break_source(text: str, broken: str) -> str:
+    """Return all sources of the client as BROKEN changes them."""
+    for said, instead in BROKEN[broken].items():
+        assert text.count(said) == 1, f"the client does not say {said!r} once"
+        text = text.replace(said, instead)
+    return text
+
+
 @pytest.fixture(scope="session")
 def build() -> Iterator[Callable[..., str]]:
-    """``build("client.c", "-DNO_DOORS")`` compiles it, once, where other users can run it too."""
+    """``build("job.c")`` compiles it, once, where other users can run it too.
+
+    ``build("client_for_tests.c", "no doors")`` compiles a client that is broken as in BROKEN.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or unavailable("needs a C compiler")
     with tempfile.TemporaryDirectory(prefix="safe-gpu-client-") as directory:
         os.chmod(directory, 0o755)
 
         @functools.cache
-        def one(source: str, *flags: str) -> str:
-            path = f"{directory}/{Path(source).stem}{''.join(flags)}"
-            subprocess.run([compiler, "-std=c11", *flags, "-o", path, str(HERE / source)], check=True, timeout=120)
+        def compiled(source: str, broken: str) -> str:
+            path = f"{directory}/{Path(source).stem} {broken}".strip().replace(" ", "-")
+            words = [compiler, "-std=c11", "-O2", "-o", path, "-x", "c", "-"]
+            text = break_source(whole_source(HERE / source), broken)
+            subprocess.run(words, input=text, text=True, check=True, timeout=120)
             os.chmod(path, 0o755)
             return path
 
-        yield one
+        yield lambda source, broken="": compiled(source, broken)
+
+
+def whole_source(path: Path) -> str:
+    """A source with those of the client that it includes."""
+    lines = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.startswith('#include "'):
+            line = whole_source(path.with_name(line.split('"')[1]))
+        lines.append(line)
+    return "".join(lines)
 
 
 def spelling(gpu: api.Gpu) -> str:
@@ -128,19 +170,17 @@ class Scene:
             "SAFE_GPU_LEGACY_LOCK": "never",
         }
 
-    def words(
-        self, kind: str, size: int, *options: str, flags: Sequence[str] = (), only: Sequence[api.Gpu] = ()
-    ) -> list[str]:
+    def words(self, kind: str, size: int, *options: str, broken: str = "", only: Sequence[api.Gpu] = ()) -> list[str]:
         """The command line of a client, up to the command that it becomes.
 
         Args:
-            options: of OPTIONS; flags: how to compile the C client; only: the devices to choose from, if not all.
+            options: of OPTIONS; broken: how the C client is broken; only: the devices to choose from, if not all.
         """
         spelt = [word for option in options for word in OPTIONS[option][kind]]
         if kind == "c":
             names = ",".join(map(spelling, only) if only else self.uuids)
-            listed = ("-g", names, "-p", self.preset, "-m", str(self.capacity))
-            return [self.build("client.c", *flags), "-n", str(size), *listed, *spelt]
+            listed = ("-n", str(size), "-g", names, "-m", str(self.capacity))
+            return [self.build("client_for_tests.c", broken), *spelt, *listed]
         run = [sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q"]
         if only:
             run += ["--only", ",".join(gpu.uuid for gpu in only)]
@@ -161,13 +201,13 @@ class Scene:
         *options: str,
         command: Sequence[str] = (),
         seconds: float = -1,
-        flags: Sequence[str] = (),
+        broken: str = "",
         only: Sequence[api.Gpu] = (),
         env: Mapping[str, str] = MappingProxyType({}),
         **process: Any,
     ) -> Party:
         """Start a client that claims ``size`` GPUs and becomes ``command``, or the referee's job."""
-        words = [*self.words(kind, size, *options, flags=flags, only=only), *(command or self.job(seconds))]
+        words = [*self.words(kind, size, *options, broken=broken, only=only), *(command or self.job(seconds))]
         self.parties.append(Party(kind, size, words, {**self.env, **env}, **process))
         return self.parties[-1]
 

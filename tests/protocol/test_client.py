@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -28,6 +29,23 @@ def test_it_compiles_without_a_warning(name: str, source: Path) -> None:
     words = [name, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-o", os.devnull, str(source)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_client_is_a_program_of_its_own(scene: Any) -> None:
+    """Without client_for_tests.c it knows no driver, and takes the doors of real GPUs."""
+    uuid = f"GPU-{uuid4()}"
+    words = [scene.build("client.c"), "-n", "1", "-g", uuid, "-t", "0"]
+    show = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read line"]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*words, *show], env=scene.env, **streams) as holder:
+        assert holder.stdout.readline() == f"{uuid}\n"
+        (claim,) = scene.entries("claims")
+        assert (claim.pid, claim.gpus) == (holder.pid, {uuid: None})
+        elsewhere = {**scene.env, "SAFE_GPU_DIR": str(scene.directory / "other")}
+        for env in (scene.env, elsewhere):
+            assert subprocess.run([*words, "true"], env=env, timeout=40).returncode == 75
+        holder.communicate("\n")
+    assert subprocess.run([*words, "true"], env=scene.env, timeout=40).returncode == 0
 
 
 @BOTH

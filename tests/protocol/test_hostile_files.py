@@ -168,3 +168,25 @@ def test_who_waits_with_a_number_that_no_longer_counts_makes_another_ticket(scen
         assert [ticket.number for ticket in scene.entries("queue")] == [10**7 + 1]
     scene.until(lambda: [ticket.number for ticket in scene.entries("queue")] == [1], waiter)
     assert scene.tickets() == [waiter.pid]
+
+
+def has_sleeper(path: Path) -> bool:
+    """Whether a process sleeps until the entry with this name dies."""
+    inode = f":{path.stat().st_ino} "
+    return any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines())
+
+
+def test_who_has_no_turn_stands_behind_a_lower_turn_with_a_higher_number(scene: Any) -> None:
+    """Its own is the highest of those with lower numbers, whether or not they compete."""
+    holder = scene.until_holds(scene.start("c", 8))
+    queue = scene.state_dir / "queue"
+    ahead = json.dumps({**TICKET, "gpus": scene.uuids, "turn": 4.0}).encode()
+    behind = json.dumps({**TICKET, "gpus": scene.uuids, "turn": 6.0}).encode()
+    with living(queue / name(7), json.dumps({**TICKET, "turn": 5.0}).encode()):
+        waiter = scene.until_waits(scene.start("c", 1))  # with the number 8
+        with living(queue / name(9), behind):
+            with living(queue / name(10), ahead):
+                holder.end()
+                scene.until(lambda: has_sleeper(queue / name(10)) or waiter.pid in scene.served(), waiter)
+                assert waiter.pid not in scene.served()
+            scene.until_holds(waiter)

@@ -137,6 +137,6 @@ def test_a_client_that_takes_no_part_of_the_gpu_is_seen(card_of: Any) -> None:
     """By who takes the GPU from another state directory."""
     card = card_of(MIG, "other")
     one, *_ = card.divide(MIG.modes[0])
-    card.hold("c", one, flags=("-DNO_PART",))
+    card.hold("c", one, broken="no part of the GPU")
     (whole,) = card.divide("whole")
     assert card.gets("python", whole)

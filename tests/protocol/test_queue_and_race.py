@@ -95,7 +95,7 @@ def test_a_client_that_ignores_the_queue_is_seen(desk: Desk) -> None:
     desk.arrive("python", 8)
     desk.arrive("c", 1)
     with pytest.raises(AssertionError, match="served before"):
-        desk.arrive("c", 1, flags=("-DNO_QUEUE",))
+        desk.arrive("c", 1, broken="no queue")
 
 
 @pytest.mark.parametrize("first", KINDS)
@@ -151,17 +151,21 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way: str) -> None:
-    done = entry_race(build("client.c", "-O2"), "--seconds", "6" if REQUIRED else "1", *way.split())
+    done = entry_race(build("client_for_tests.c"), "--seconds", "6" if REQUIRED else "1", *way.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'claimed'" in done.stdout
 
 
 @long
 @NETWORKS
-@pytest.mark.parametrize(("flag", "way"), [("-DONE_LISTING", "--networks"), ("-DNO_DOORS", "--directories")])
-def test_a_broken_client_is_caught(build: Callable[..., str], flag: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("broken", "way"),
+    [("no second listing", "--networks"), ("not locked", "--networks"), ("no doors", "--directories")],
+)
+def test_a_broken_client_is_caught(build: Callable[..., str], broken: str, way: str) -> None:
     """It takes host.lock, so the others do not."""
-    done = entry_race(build("client.c", flag), "--seconds", "90", "--until-found", "--host-lock", "off", way)
+    client = build("client_for_tests.c", broken)
+    done = entry_race(client, "--seconds", "90", "--until-found", "--host-lock", "off", way)
     assert "violation" in done.stdout, done.stdout + done.stderr
 
 

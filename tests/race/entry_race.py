@@ -128,7 +128,6 @@ class Race(racing.Race):
             except safe_gpu.NotEnoughGpusError:
                 return None
         words = ["-n", number, "-g", ",".join(self.gpus), "-m", self.capacity, "-s", share or 0, "-t", patience]
-        words += ["-p", self.options.preset]
         command = "echo $CUDA_VISIBLE_DEVICES $SAFE_GPU_SCOPE; read line"
         process, said = racing.start_client(client, words, command)
         if said.strip():

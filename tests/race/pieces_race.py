@@ -8,6 +8,7 @@ a GPU is not divided while somebody computes there, and whoever has claimed all 
 on its first piece.
 
     tests/race/pieces_race.py --vendor mig --seconds 600
+    cc -std=c11 -o /tmp/client tests/protocol/client_for_tests.c
     tests/race/pieces_race.py --vendor amd --directories --client /tmp/client
 """
 
@@ -242,7 +243,6 @@ class Race(racing.Race):
     def claim_in_c(self, share: int | None, patience: float) -> None:
         """The same by the client in C, which is told to end, or killed."""
         words = ["-n", 1, "-g", ",".join(self.names), "-m", 80 << 30, "-s", share or 0, "-t", patience]
-        words += ["-p", self.host.preset]
         process, said = racing.start_client(self.options.client, words, "echo held; read line")
         if not said:
             _, errors = process.communicate()
@@ -251,7 +251,10 @@ class Race(racing.Race):
             else:
                 self.tell("violation", error=errors)
             return
-        self.work([_held_by(entry) for entry in living_claims() if entry.pid == process.pid])
+        held = [_held_by(entry) for entry in living_claims() if entry.pid == process.pid]
+        if not held:
+            self.tell("violation", what="a claim has no living entry")
+        self.work(held)
         racing.end_client(process)
 
     @property

@@ -274,6 +274,8 @@ def test_names_of_program_and_script() -> None:
         ("./train --password 1234", "train"),
         ("python train.py --password 1234", "python train.py"),
         ("/home/anna/v/bin/python3.11 -u -W ignore -Xdev /home/anna/train.py 1234", "python3.11 train.py"),
+        ("python3.14t train.py 1234", "python3.14t train.py"),
+        ("python3.15d -m train 1234", "python3.15d -m train"),
         ("python -Im train 1234", "python -m train"),
         ("bash -o pipefail -c 1234", "bash"),
         ("env PASSWORD=1234 python train.py", "env"),

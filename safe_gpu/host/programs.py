@@ -409,10 +409,18 @@ def program_names(arguments: Sequence[str]) -> str:
     if not others:
         first = first.partition(" ")[0]  # a title that the process has given itself
     program = _base(first)
-    script = _script(program.rstrip("0123456789."), others)
+    script = _script(_without_version(program), others)
     if not script:
         return program
     return f"{program} {script}"
+
+
+def _without_version(program: str) -> str:
+    """Return the name of an interpreter: "python" of "python3.14t". Python adds t without the GIL, d for debugging."""
+    versioned = program.rstrip("td")
+    if versioned[-1:].isdigit():
+        return versioned.rstrip("0123456789.")
+    return program
 
 
 def _base(path: str) -> str:

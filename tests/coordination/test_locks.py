@@ -326,7 +326,7 @@ def test_a_wait_after_some_that_ended_early_gets_the_lock(present: Path, child, 
     """Without threads, or without locks of descriptions, it is polled."""
     holder = theirs(child, present)
     code = (
-        f"{without}\nfor _ in range(3):\n    try: take(0.01)\n    except Exception as err: late = type(err).__name__\n"
+        f"{without}\nfor _ in range(3):\n    try: take(0.2)\n    except Exception as err: late = type(err).__name__\n"
         "say(late, threading.active_count())\n"
         "lock = take(); say('got it'); listen(); lock.release(); end = time.monotonic() + 30\n"
         # The lock may have been free before the thread that was left behind has seen it.

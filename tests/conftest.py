@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["support.gpus", "support.guard", "support.processes", "support.ground", "support.terminals"]
+pytest_plugins = ["support.gpus", "support.guard", "support.processes", "support.state", "support.terminals"]
 
 # A job that a shell put in the background ignores SIGINT, one under nohup SIGHUP, and so would all that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -151,7 +151,7 @@ def test_what_packs_programs_finds_every_module_of_the_command(tmp_path: Path) -
     assert modules - found == {"safe_gpu", *ENGINES}
 
 
-def test_a_zipapp_has_the_scripts_of_shells_and_the_page(tmp_path: Path, ask: Any) -> None:
+def test_a_zipapp_has_the_scripts_of_shells_and_the_page(tmp_path: Path, run_here: Any) -> None:
     shutil.copytree(ROOT / "safe_gpu", tmp_path / "app" / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
     archive = tmp_path / "safe-gpu.pyz"
     zipapp.create_archive(tmp_path / "app", archive, main="safe_gpu.__main__:main")
@@ -160,7 +160,7 @@ def test_a_zipapp_has_the_scripts_of_shells_and_the_page(tmp_path: Path, ask: An
         return subprocess.run([sys.executable, archive, *words], capture_output=True, text=True, timeout=60)
 
     for shell in api.SHELLS:
-        assert run("completion", shell).stdout == ask("completion", shell).stdout
+        assert run("completion", shell).stdout == run_here("completion", shell).stdout
     assert "</html>" in run("status", "--html").stdout
     assert run("--mem").returncode == 2
 

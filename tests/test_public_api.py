@@ -172,7 +172,7 @@ def unnamed_placeholders() -> set[str]:
     """The placeholders that no caller can name, without the default on AMD GPUs, which nobody needs to name."""
     kinds = {api.placeholders.Base}
     for _ in range(4):
-        kinds |= {heir for kind in kinds for heir in kind.__subclasses__()}
+        kinds |= {subclass for kind in kinds for subclass in kind.__subclasses__()}
     bases = {api.placeholders.Base, api.placeholders.LibraryPlaceholder}
     names = {kind.__name__ for kind in kinds - bases if kind.__module__.startswith("safe_gpu.")}
     return names - {"HipPlaceholder"} - (set(safe_gpu.__all__) & set(CONTRACT))
@@ -391,7 +391,7 @@ except safe_gpu.SafeGpuError as err:
 
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("text", ["raise ModuleNotFoundError('No filelock', name='filelock')", "__version__ = '0.1'"])
-def test_filelock_is_missing_or_too_old(text: str, is_used: bool, tmp_path: Path, ground) -> None:
+def test_filelock_is_missing_or_too_old(text: str, is_used: bool, tmp_path: Path, dgx) -> None:
     """A claim names the package, and claims nothing; what only looks needs none."""
     if is_used:
         safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None).release_gpus()
@@ -411,7 +411,7 @@ def test_filelock_is_missing_or_too_old(text: str, is_used: bool, tmp_path: Path
     done = subprocess.run([sys.executable, "-c", CLAIM], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith(f"MissingPackageError the Python package {sentence}"), done
     assert done.stdout.endswith("pip install -U filelock ['0', '1', '2', '3', '4', '5', '6', '7']\n")
-    assert ground.tickets() == []
+    assert dgx.tickets() == []
 
 
 # Ages, sizes, lists of GPUs and columns, as people read them

@@ -51,7 +51,7 @@ CHOICES = [(variable.name, variable.words) for variable in api.VARIABLES.values(
 
 
 @pytest.mark.parametrize(("name", "words"), CHOICES)
-def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkeypatch, ground) -> None:
+def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkeypatch, dgx) -> None:
     for word in ("", *words):
         api.variables.check({name: word})
     for word in ("off", "Ignore", "0"):
@@ -60,7 +60,7 @@ def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkey
         with pytest.raises(api.UnsatisfiableRequestError, match=match) as caught:
             safe_gpu.claim_gpus(1, timeout=0)
         assert caught.value.value == word
-    assert ground.claimed() == []
+    assert dgx.claimed() == []
 
 
 def test_a_state_directory_is_named_by_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

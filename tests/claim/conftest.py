@@ -62,14 +62,14 @@ def released() -> Iterator[None]:
 
 
 @pytest.fixture
-def line(ground: Any) -> Iterator[Callable[..., api.Waiter]]:
+def line(dgx: Any) -> Iterator[Callable[..., api.Waiter]]:
     """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
     with ExitStack() as stack:
 
         def join(
             nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, **more: Any
         ) -> api.Waiter:
-            uuids = frozenset(ground.uuids[index] for index in gpus)
+            uuids = frozenset(dgx.uuids[index] for index in gpus)
             host = stack.enter_context(api.Host())
             host.prepare()
             waiter = api.Waiter(host, api.TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for), by_turns=False)
@@ -115,13 +115,13 @@ def user(as_user: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def waiting(user: Any, ground: Any, eventually: Any) -> Callable[..., Any]:
+def waiting(user: Any, dgx: Any, eventually: Any) -> Callable[..., Any]:
     """``waiting(ANNA, 2)``: a process of hers that has a ticket for two GPUs."""
 
     def start(uid: int, nb_gpus: int = 1, **options: Any) -> Any:
-        before = len(ground.tickets())
+        before = len(dgx.tickets())
         one = user(uid, nb_gpus, **{"timeout": None, **options})
-        eventually(lambda: len(ground.tickets()) > before)
+        eventually(lambda: len(dgx.tickets()) > before)
         return one
 
     return start

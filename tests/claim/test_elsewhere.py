@@ -17,9 +17,9 @@ from support import api
 from support.actor import Actor, Listen, Say, in_words
 from support.claims import claim, try_claim
 from support.gpus import PACKAGE_ROOT
-from support.ground import simulated_doors
 from support.processes import own_network
 from support.real import long
+from support.state import simulated_doors
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
@@ -186,7 +186,7 @@ def test_where_no_mount_is_listed_for_the_root_directory(host: Path, monkeypatch
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch: Any, comes_back: bool) -> None:
+def test_it_is_waited_for(open_tmp: Path, dgx: Any, as_user: Any, monkeypatch: Any, comes_back: bool) -> None:
     """For a minute."""
     for name, mode in (("simulated", 0o1777), ("lib", 0o755)):
         (open_tmp / name).mkdir()
@@ -202,7 +202,7 @@ def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch
         logger.addFilter(lambda record: record.levelno >= logging.WARNING and say(record.getMessage()))
         say(claim(1, timeout=None, logger=logger).devices_taken)
 
-    ground.hold(*range(8))
+    dgx.hold(*range(8))
     waiter = as_user(work, uid=4711)
     assert "for 1 GPU" in waiter.hear()
     state.rename(gone)
@@ -212,7 +212,7 @@ def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch
     if not comes_back:
         assert waiter.hear().startswith("StateDirError: ")
     gone.rename(state)
-    ground.let_go()
+    dgx.let_go()
     assert not comes_back or waiter.hear() == "[0]"
 
 

@@ -12,7 +12,7 @@ import pytest
 from support import api
 from support.claims import Host, Spies, claim
 from support.forks import forked
-from support.ground import write_for_all
+from support.state import write_for_all
 
 import safe_gpu
 
@@ -48,10 +48,10 @@ def test_a_gpu_that_works_for_nobody_is_taken_last(host: Host, caplog: pytest.Lo
     assert caplog.messages == []
 
 
-def test_who_has_waited_takes_the_gpu_of_a_process_that_has_just_ended(host: Host, ground: Any) -> None:
+def test_who_has_waited_takes_the_gpu_of_a_process_that_has_just_ended(host: Host, dgx: Any) -> None:
     host.edits[host.uuids[0]] = WEDGED
-    ground.hold(*range(8))
-    Timer(0.3, ground.let_go).start()
+    dgx.hold(*range(8))
+    Timer(0.3, dgx.let_go).start()
     assert taken(timeout=60) == [0]
     assert taken() == [1]
 

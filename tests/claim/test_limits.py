@@ -82,7 +82,7 @@ def test_a_waiter_is_passed_neither_by_the_same_user_nor_below_the_limit(rules: 
     assert f"behind {api.procfs.user_name(BEN)} (pid {in_front.pid}" in user(CARLA, 1).hear()
 
 
-def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, ground: Any, waiting: Any) -> None:
+def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, dgx: Any, waiting: Any) -> None:
     """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
     path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5\nmax_wait = 1h")
     found = api.quota_of(str(path), pytest.fail)
@@ -91,7 +91,7 @@ def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, ground: 
         host.prepare()
         found.prepare(host)
         assert (found.most_of(BEN), found.unresolved) == (None, True)
-        ground.hold(0)
+        dgx.hold(0)
         waiting(BEN, only=0)
         host.prepare()
         found.prepare(host)
@@ -136,9 +136,9 @@ def test_what_is_said_in_the_call(rules: Any, monkeypatch: pytest.MonkeyPatch) -
         claim()
 
 
-def test_max_wait_ends_a_wait(rules: Any, ground: Any, command: Any) -> None:
+def test_max_wait_ends_a_wait(rules: Any, dgx: Any, command: Any) -> None:
     path = rules(NAMED + "max_wait = 0")
-    ground.hold(*range(8))
+    dgx.hold(*range(8))
     done = command.run("run", "--timeout", "inf", "--", "true")
     said = f"1 GPU asked for, 0 free: try again ({path} limits the wait)\n"
     assert (done.returncode, said in done.stderr) == (75, True)
@@ -220,19 +220,19 @@ def by_user(rules: Any, *claims: api.Entry) -> Any:
     return quota.held(snapshot, api.Claims(claims, snapshot.gpus))
 
 
-def test_who_is_at_the_limit_gets_no_share_however_small(rules: Any, ground: Any) -> None:
-    by_claims = by_user(rules, entry_of(0, 1, {ground.uuids[0]: None}))
+def test_who_is_at_the_limit_gets_no_share_however_small(rules: Any, dgx: Any) -> None:
+    by_claims = by_user(rules, entry_of(0, 1, {dgx.uuids[0]: None}))
     for share in (1, 1 << 30):
         request, _ = api.Selection.from_ticket(1, (("share", share),))
         assert str(by_claims.limit_of(0, request)) == "you hold 1 of your 1 GPU"
 
 
-def test_a_display_that_the_host_does_not_share_counts(rules: Any, ground: Any) -> None:
-    by_claims = by_user(rules, entry_of(ANNA, 1, {ground.uuids[0]: None}, display=True))
+def test_a_display_that_the_host_does_not_share_counts(rules: Any, dgx: Any) -> None:
+    by_claims = by_user(rules, entry_of(ANNA, 1, {dgx.uuids[0]: None}, display=True))
     assert [*by_claims.held_by(ANNA).values()] == [1.0]
 
 
-def test_made_up_names_hide_no_gpu_that_the_driver_does_not_show(rules: Any, ground: Any) -> None:
+def test_made_up_names_hide_no_gpu_that_the_driver_does_not_show(rules: Any, dgx: Any) -> None:
     lost = entry_of(ANNA, 9, {"GPU-00000000-0000-0000-0000-000000000000": None})
     others = [entry_of(ANNA, 1 + place, {f"AMD-{place}-{number}": None for number in range(200)}) for place in range(2)]
     assert by_user(rules, lost).held_by(ANNA) == {lost.name: 1.0}
@@ -284,7 +284,7 @@ def test_one_request_does_not_wait_for_a_sweep(rules, user, waiting, order: str,
 
 
 @pytest.mark.parametrize(("before", "after", "turns"), [("fifo", "fair", [None]), ("fair", "fifo", [1.0])])
-def test_a_claim_keeps_its_first_order(rules, line, ground, stranger_pid, monkeypatch, before, after, turns) -> None:
+def test_a_claim_keeps_its_first_order(rules, line, dgx, stranger_pid, monkeypatch, before, after, turns) -> None:
     """Else it could wait for one who waits for it. Root changes the order between two looks."""
     rules(f"[host]\norder = {before}")
     line(1, (0,))
@@ -292,7 +292,7 @@ def test_a_claim_keeps_its_first_order(rules, line, ground, stranger_pid, monkey
 
     def changing(*arguments: Any) -> bool:
         rules(f"[host]\norder = {after}")
-        ground.occupy(*range(8), pid=stranger_pid)
+        dgx.occupy(*range(8), pid=stranger_pid)
         return confirm(*arguments)
 
     def writing(directory: Any, number: int, said: Any, **more: Any) -> Any:

@@ -40,7 +40,7 @@ def inside(token: str, monkeypatch: pytest.MonkeyPatch, devices: str | None = No
 
 
 @pytest.fixture
-def holding(command, ground):
+def holding(command, dgx):
     """``holding(2)`` runs a command that holds GPUs; returns the process and its token."""
 
     def start(nb_gpus: int) -> tuple[subprocess.Popen[str], str]:
@@ -51,18 +51,18 @@ def holding(command, ground):
     return start
 
 
-def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
-    ground.hold(1, 4, 5, 6, 7)
+def test_ranks_under_run_get_a_gpu_each(command, dgx) -> None:
+    dgx.hold(1, 4, 5, 6, 7)
     launcher = 'exec 3<&0; for rank in 0 1 2; do "$0" -c "$1" <&3 & done; wait'
     words = ("run", "-n", 3, "--", "sh", "-c", launcher, sys.executable, rank())
     started = command.start(*words, stdin=subprocess.PIPE)
     assert sorted(started.stdout.readline() for _ in range(3)) == ["0\n", "2\n", "3\n"]
-    assert (ground.claimed(), ground.claimed(inside=True)) == (list(range(8)), [0, 2, 3])
+    assert (dgx.claimed(), dgx.claimed(inside=True)) == (list(range(8)), [0, 2, 3])
     ends_well(started)
-    assert (ground.claimed(), ground.claimed(inside=True)) == ([1, 4, 5, 6, 7], [])
+    assert (dgx.claimed(), dgx.claimed(inside=True)) == ([1, 4, 5, 6, 7], [])
 
 
-def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_the_claim_around_has(holding, dgx, monkeypatch: pytest.MonkeyPatch) -> None:
     _, token = holding(2)
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
@@ -74,10 +74,10 @@ def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.
         claim(1, delegate=True)
     with claim(2) as owner:
         assert owner.devices_taken == [0, 1]
-        assert ground.claimed() == [0, 1]
+        assert dgx.claimed() == [0, 1]
 
 
-def test_more_than_the_claim_around_holds(command, ground) -> None:
+def test_more_than_the_claim_around_holds(command, dgx) -> None:
     """It names the one that is to be larger, and not its variables: to lift that limit leads nowhere."""
     python = (sys.executable, "-c", "import safe_gpu; safe_gpu.claim_gpus(2)")
     done = command.run("run", "--", "sh", "-c", 'echo $$; "$@"; exit', "sh", *python)
@@ -85,7 +85,7 @@ def test_more_than_the_claim_around_holds(command, ground) -> None:
     assert done.stderr.endswith(f"the claim of process {done.stdout.strip()}, which holds 1 GPU: {there}")
 
 
-def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, command, monkeypatch) -> None:
+def test_the_claim_around_ends_while_one_inside_waits(holding, dgx, child, command, monkeypatch) -> None:
     """It waits on as anybody else, and its place counts among all from then on."""
     started, token = holding(1)
     inside(token, monkeypatch, "0")
@@ -101,21 +101,21 @@ def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, co
     assert err.count("names no living claim") == 1
 
 
-def test_a_third_level_is_told_so_at_once(command, ground) -> None:
+def test_a_third_level_is_told_so_at_once(command, dgx) -> None:
     line = [command.path, "run", "-n", 1, "--", sys.executable, "-c", rank()]
     done = command.run("run", "-n", 2, "--", *line)
     assert done.returncode == 1
     assert "this process itself holds GPU 0: claims inside claims go one level deep" in done.stderr
 
 
-def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground, child, command, monkeypatch) -> None:
+def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, dgx, child, command, monkeypatch) -> None:
     started, token = holding(2)
     with monkeypatch.context() as patch:
         inside(token, patch)
         inner = child(rank(), says="0")
     started.kill()
     started.wait(60)
-    assert ground.claimed() == []
+    assert dgx.claimed() == []
     assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
     with claim(7) as owner:
         assert owner.devices_taken == [1, 2, 3, 4, 5, 6, 7]
@@ -127,7 +127,7 @@ def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground,
     assert waiter.communicate(timeout=60)[0] == "all\n"
 
 
-def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, command, monkeypatch) -> None:
+def test_those_who_wait_inside_and_outside_do_not_meet(holding, dgx, child, command, monkeypatch) -> None:
     _, token = holding(2)
     everything = command.start("run", "-n", 8, "--", "true")  # waits outside, first of all
     assert "for 8 GPUs (6 free); GPU 0,1: " in everything.stderr.readline()
@@ -139,7 +139,7 @@ def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, c
         assert "for 1 GPU (0 of 2 free); GPU 0,1: " in second.stderr.readline()
         third = command.start("run", "-n", 2, "--", "echo", "third")
         assert f"(pid {second.pid}, wants 1 GPU, " in third.stderr.readline()
-    assert len(ground.tickets()) == 3
+    assert len(dgx.tickets()) == 3
     everything.terminate()
     everything.wait(60)
     with claim(6, timeout=0) as owner:  # outside nobody is ahead now
@@ -252,7 +252,7 @@ def sharing(child: Any) -> Any:
     return start
 
 
-def test_sharers_fill_a_gpu_and_no_more(sharing: Any, ground: Any) -> None:
+def test_sharers_fill_a_gpu_and_no_more(sharing: Any, dgx: Any) -> None:
     assert sharing(share="30GiB").devices == (0,)
     assert sharing(share="30GiB").devices == (0,)
     assert sharing(share="30GiB").devices == (1,)  # 20 GiB are left of GPU 0
@@ -260,7 +260,7 @@ def test_sharers_fill_a_gpu_and_no_more(sharing: Any, ground: Any) -> None:
     assert sharing(2, share="25%").devices == (1, 2)
 
 
-def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, ground: Any) -> None:
+def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, dgx: Any) -> None:
     sharer, whole = sharing(share="20GiB"), sharing(7)
     assert whole.devices == (1, 2, 3, 4, 5, 6, 7)
     with pytest.raises(NotEnoughGpusError, match="shared by 1 claim") as caught:
@@ -283,7 +283,7 @@ def hold_a_share_of_the_first_gpu(line: Connection) -> None:
         line.recv()
 
 
-def test_sixteen_and_no_more(cleanup: Any, ground: Any) -> None:
+def test_sixteen_and_no_more(cleanup: Any, dgx: Any) -> None:
     holders = []
     for _ in range(16):
         holders.append(Actor(hold_a_share_of_the_first_gpu))
@@ -293,10 +293,10 @@ def test_sixteen_and_no_more(cleanup: Any, ground: Any) -> None:
         claim(1, share="1GiB", only="0")
     holders[3].end()
     with claim(1, share="1GiB", only="0"):
-        assert [one.parts for one in ground.claims() if one.pid == os.getpid()] == [{ground.uuids[0]: 3}]
+        assert [one.parts for one in dgx.claims() if one.pid == os.getpid()] == [{dgx.uuids[0]: 3}]
 
 
-def test_killed_sharers_leave_their_room(sharing: Any, ground: Any) -> None:
+def test_killed_sharers_leave_their_room(sharing: Any, dgx: Any) -> None:
     """To one claim that needs the room of several dead ones, on several GPUs."""
     holders = [sharing(8, share="40GiB") for _ in range(2)]
     for one in holders:
@@ -305,24 +305,24 @@ def test_killed_sharers_leave_their_room(sharing: Any, ground: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", api.MODES)
-def test_sharers_get_the_same_cpus_also_in_modes_that_choose_by_gpu(ground: Any, mode: str) -> None:
+def test_sharers_get_the_same_cpus_also_in_modes_that_choose_by_gpu(dgx: Any, mode: str) -> None:
     with claim(1, share="20GiB", affinity=mode) as owner:
         is_told = "every claim that shares these GPUs gets the same CPUs" in str(owner.binding)
     assert is_told == (mode in api.PER_GPU_MODES)
 
 
-def test_a_share_is_what_its_entry_and_its_variables_say(ground: Any) -> None:
+def test_a_share_is_what_its_entry_and_its_variables_say(dgx: Any) -> None:
     before = dict(os.environ)
     with claim(1, share="20GiB") as owner:
         assert os.environ["GPU_MEMORY_LIMIT"] == str(20 * GIB)
         assert (owner.share, owner.share_fraction) == (20 * GIB, 19.5 / 80)
-        (entry,) = ground.claims()
-        assert (entry.gpus, entry.parts) == ({ground.uuids[0]: 20 * GIB}, {ground.uuids[0]: 0})
-    assert (owner.share, owner.share_fraction, ground.claims()) == (None, None, [])
+        (entry,) = dgx.claims()
+        assert (entry.gpus, entry.parts) == ({dgx.uuids[0]: 20 * GIB}, {dgx.uuids[0]: 0})
+    assert (owner.share, owner.share_fraction, dgx.claims()) == (None, None, [])
     assert dict(os.environ) == before
 
 
-def test_the_command_of_run_holds_the_share(command: Any, ground: Any) -> None:
+def test_the_command_of_run_holds_the_share(command: Any, dgx: Any) -> None:
     tell = "import os; print(os.environ['SAFE_GPU_SHARE'], 'SAFE_GPU_SCOPE' in os.environ, flush=True); input()"
     started = command.start("run", "--share", "60GiB", "--", sys.executable, "-c", tell, stdin=-1)
     assert started.stdout.readline() == f"{60 * GIB} False\n"
@@ -332,7 +332,7 @@ def test_the_command_of_run_holds_the_share(command: Any, ground: Any) -> None:
     assert try_claim(8) == tuple(range(8))
 
 
-def test_two_state_directories_never_share_a_gpu(sharing: Any, tmp_path: Path, monkeypatch: Any, ground: Any) -> None:
+def test_two_state_directories_never_share_a_gpu(sharing: Any, tmp_path: Path, monkeypatch: Any, dgx: Any) -> None:
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(tmp_path / "host"))
     assert sharing(2, share="1GiB", env={"SAFE_GPU_DIR": str(tmp_path / "other")}).devices == (0, 1)
     assert sharing(1, share="1GiB").devices == (2,)
@@ -349,7 +349,7 @@ safe_gpu.claim_gpus()
 """
 
 
-def test_no_claim_is_made_inside_a_share(command: Any, ground: Any) -> None:
+def test_no_claim_is_made_inside_a_share(command: Any, dgx: Any) -> None:
     why = r"process \d+ holds a share of GPU 3, and no claim can be made inside a share: leave this claim out and use"
     for script, code in (
         ("exec safe-gpu run -- true", 78),
@@ -360,21 +360,21 @@ def test_no_claim_is_made_inside_a_share(command: Any, ground: Any) -> None:
         assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
 
 
-def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(command, ground) -> None:
+def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(command, dgx) -> None:
     tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
     assert command.run("run", "--", *tell).stdout == "got\n"
     assert command.run("run", "--", "true", env={"SAFE_GPU_SHARE": str(20 * GIB)}).returncode == 0
 
 
-def test_a_share_cannot_delegate_nor_reach_across_hosts(ground: Any) -> None:
+def test_a_share_cannot_delegate_nor_reach_across_hosts(dgx: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match=r"delegate=True with share='20GiB': .* leave one of them out"):
         claim(1, share="20GiB", delegate=True)
     with pytest.raises(UnsatisfiableRequestError, match="share='20GiB' is not possible across hosts"):
         api.ClaimArguments(selection={"share": "20GiB"}).read(1, 0, None)
-    assert ground.claims() == []
+    assert dgx.claims() == []
 
 
-def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, ground: Any, eventually: Any) -> None:
+def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, dgx: Any, eventually: Any) -> None:
     """There is room for it, but it would delay the whole claim; if it ends in time it does not."""
     holder = sharing(8, share="20GiB", hold_for=3600)
     whole = child('OPTIONS = {"nb_gpus": 8, "timeout": 60}\n' + HOLD)

@@ -46,18 +46,18 @@ def test_but_no_longer_than_the_claim_waits(host, timeout: float) -> None:
 
 
 def test_a_driver_that_shows_gpus_and_not_who_uses_them_is_not_waited_for_for_ever(
-    host, ground, same_gpus, monkeypatch, while_it_watches
+    host, dgx, same_gpus, monkeypatch, while_it_watches
 ) -> None:
     """The error says what was tried, and has the attributes of the one that came at last."""
     monkeypatch.setattr("safe_gpu.claim.search.LONGEST_TROUBLE", 1.0)
     monkeypatch.setattr(host, "usage", Mock(side_effect=api.NoDriverError("no answer", driver="nvml")))
-    ground.hold(0)
-    while_it_watches(ground.let_go)
+    dgx.hold(0)
+    while_it_watches(dgx.let_go)
     with pytest.raises(api.NoDriverError, match=r"^no answer \(it was tried [2-9] times in 1 s\)$") as caught:
         claim(only=0, timeout=PATIENCE)
     assert caught.value.driver == "nvml"
-    assert ground.claimed() == []
-    assert ground.tickets() == []
+    assert dgx.claimed() == []
+    assert dgx.tickets() == []
 
 
 # Entries that cannot be made
@@ -80,11 +80,9 @@ class Disk:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_is_full_at_its_turn_is_waited_for(
-    host, ground, monkeypatch, caplog, while_it_watches, code
-) -> None:
-    ground.hold(0)
-    while_it_watches(ground.let_go)
+def test_a_disk_that_is_full_at_its_turn_is_waited_for(host, dgx, monkeypatch, caplog, while_it_watches, code) -> None:
+    dgx.hold(0)
+    while_it_watches(dgx.let_go)
     disk = Disk(monkeypatch, code, times=3)
     assert claim(only=0, timeout=PATIENCE).devices_taken == [0]
     assert disk.left < 0
@@ -92,23 +90,21 @@ def test_a_disk_that_is_full_at_its_turn_is_waited_for(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_but_not_for_ever(host, ground, monkeypatch, while_it_watches, code: int) -> None:
+def test_but_not_for_ever(host, dgx, monkeypatch, while_it_watches, code: int) -> None:
     monkeypatch.setattr("safe_gpu.claim.search.LONGEST_TROUBLE", 0.5)
-    ground.hold(0)
-    while_it_watches(ground.let_go)
+    dgx.hold(0)
+    while_it_watches(dgx.let_go)
     Disk(monkeypatch, code)
     with pytest.raises(api.StateDirError, match=r"^no room \(it was tried [2-9] times in 0 s\)$") as caught:
         claim(only=0, timeout=PATIENCE)
     assert (caught.value.errno, caught.value.path) == (code, "/state")
-    assert ground.tickets() == []
+    assert dgx.tickets() == []
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EMFILE, None])
-def test_what_does_not_pass_by_itself_is_not_waited_for(
-    host, ground, monkeypatch, caplog, while_it_watches, code
-) -> None:
-    ground.hold(0)
-    while_it_watches(ground.let_go)
+def test_what_does_not_pass_by_itself_is_not_waited_for(host, dgx, monkeypatch, caplog, while_it_watches, code) -> None:
+    dgx.hold(0)
+    while_it_watches(dgx.let_go)
     disk = Disk(monkeypatch, code)
     with pytest.raises(api.StateDirError, match=r"^no room$"):
         claim(only=0, timeout=PATIENCE)
@@ -116,14 +112,14 @@ def test_what_does_not_pass_by_itself_is_not_waited_for(
     assert "waiting 1 min" not in caplog.text
 
 
-def test_nor_are_too_many_entries_of_ones_own(host, ground, monkeypatch, caplog, while_it_watches) -> None:
+def test_nor_are_too_many_entries_of_ones_own(host, dgx, monkeypatch, caplog, while_it_watches) -> None:
     """Nobody else ends them."""
 
     def others_come_while_it_waits() -> None:
         monkeypatch.setattr(api.listing.Listing, "has_room", lambda self, uid: False)
-        ground.let_go()
+        dgx.let_go()
 
-    ground.hold(0)
+    dgx.hold(0)
     while_it_watches(others_come_while_it_waits)
     with pytest.raises(api.StateDirError, match="as many files of yours as count") as caught:
         claim(only=0, timeout=PATIENCE)

@@ -465,14 +465,14 @@ def test_a_gpu_that_is_held_in_another_directory_keeps_its_pieces_too(
     assert [one.gpu.index for one in api.gather().gpus if "in another state directory" in one.reason] == [0]
 
 
-def test_who_only_asks_is_told_the_same(crowd: list[api.Doors], ask: Callable[..., Any]) -> None:
+def test_who_only_asks_is_told_the_same(crowd: list[api.Doors], run_here: Callable[..., Any]) -> None:
     shown = {one.gpu.index: one for one in api.gather().gpus}
     assert [index for index, one in shown.items() if one.reason == SENTENCE] == FREE_PIECES
     assert [index for index, one in shown.items() if "in another state directory" in one.reason] == [*range(2, 33)]
     assert (shown[1].state, shown[1].share_free) == ("claimed", 0)
-    assert f"GPU 33-40: {SENTENCE}" in ask("status").stdout
-    refused = ask("wait", "--only", "35", "--timeout", "0")
+    assert f"GPU 33-40: {SENTENCE}" in run_here("status").stdout
+    refused = run_here("wait", "--only", "35", "--timeout", "0")
     assert (refused.returncode, SENTENCE in refused.stderr) == (75, True)
-    assert ask("wait", "--only", "41", "--timeout", "0").returncode == 0
+    assert run_here("wait", "--only", "41", "--timeout", "0").returncode == 0
     (check,) = [one for one in api.run_checks() if one.name == "state directories of claims"]
     assert ",30,31,32: claimed in another state directory" in check.detail

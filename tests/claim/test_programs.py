@@ -33,7 +33,7 @@ from support.vendor_hosts import HipHost
 import safe_gpu
 
 
-def test_an_owner_is_neither_copied_nor_pickled(ground: Any) -> None:
+def test_an_owner_is_neither_copied_nor_pickled(dgx: Any) -> None:
     with claim(2) as owner:
         for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=r"owner\.devices_taken or owner\.gpus.*release_gpus\(\)"):
@@ -43,7 +43,7 @@ def test_an_owner_is_neither_copied_nor_pickled(ground: Any) -> None:
 
 
 @pytest.mark.parametrize("placeholder", [safe_gpu.NoPlaceholder, lambda: None])
-def test_a_release_leaves_files_alone_that_have_its_old_numbers(ground, tmp_path, placeholder) -> None:
+def test_a_release_leaves_files_alone_that_have_its_old_numbers(dgx, tmp_path, placeholder) -> None:
     """As a daemon closes all descriptors, and opens files of its own under the same numbers."""
 
     def daemon() -> list[object]:
@@ -92,7 +92,7 @@ len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()
         assert not trace.exists()
 
 
-def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -> None:
+def test_the_same_request_keeps_its_gpus_and_another_one_does_not(dgx: Any) -> None:
     owner = safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), timeout=0, model="A100")
     for again in ({}, {"timeout": 5, "affinity": None}, {"min_memory": None, "only": ()}):
         assert safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), model="A100", **again) is owner is safe_gpu.gpu_owner
@@ -153,7 +153,7 @@ class Threads:
 
 
 @pytest.fixture
-def threads(ground: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+def threads(dgx: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
     """Of these the first one claims two GPUs."""
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")  # CUDA_VISIBLE_DEVICES is that of the first one
     started = Threads()
@@ -208,7 +208,7 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent(threads: Threads
     assert in_fork(ensure) == [2]
 
 
-def test_a_placeholder_that_asks_for_the_same_gpus_is_refused(ground: Any) -> None:
+def test_a_placeholder_that_asks_for_the_same_gpus_is_refused(dgx: Any) -> None:
     def placeholder(device_no: int) -> None:
         safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=None)
 
@@ -218,7 +218,7 @@ def test_a_placeholder_that_asks_for_the_same_gpus_is_refused(ground: Any) -> No
         assert owner.devices_taken == [0]
 
 
-def test_a_claim_of_no_gpu_hides_all(ground: Any) -> None:
+def test_a_claim_of_no_gpu_hides_all(dgx: Any) -> None:
     with safe_gpu.claim_gpus(0) as owner:
         assert (os.environ["CUDA_VISIBLE_DEVICES"], owner.devices_taken, owner.placeholders) == ("", [], [])
         assert safe_gpu.ensure_gpus(0) is owner
@@ -237,7 +237,7 @@ if "LOCAL_RANK" not in os.environ:
 """
 
 
-def test_a_second_rank_is_told_the_line_that_works(ground: Any, tmp_path: Path) -> None:
+def test_a_second_rank_is_told_the_line_that_works(dgx: Any, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
 
     def run(condition: str) -> subprocess.CompletedProcess[str]:
@@ -273,7 +273,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("nb_gpus", "fence"), [(8, ""), (1, ""), (1, "ignore")])
 def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(
-    ground: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nb_gpus: int, fence: str
+    dgx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nb_gpus: int, fence: str
 ) -> None:
     """It gets none, or, where it disregards what its parent has left it, another one, with a warning."""
     monkeypatch.setenv("SAFE_GPU_FENCE", fence)
@@ -395,7 +395,7 @@ def close_all_new(before: set[str]) -> None:
             os.close(int(name))
 
 
-def test_a_claim_whose_descriptors_were_closed_is_noticed(ground: Any) -> None:
+def test_a_claim_whose_descriptors_were_closed_is_noticed(dgx: Any) -> None:
     """Others can have the GPUs. After a release the process can claim again."""
 
     def daemon() -> tuple[list[str], list[int]]:
@@ -420,7 +420,7 @@ def test_a_claim_whose_descriptors_were_closed_is_noticed(ground: Any) -> None:
 
 
 @pytest.mark.parametrize("closed", ["claims/", "socket:"])
-def test_one_that_lost_its_entry_or_a_door_alone_too(ground: Any, closed: str) -> None:
+def test_one_that_lost_its_entry_or_a_door_alone_too(dgx: Any, closed: str) -> None:
     def lose() -> str:
         before = os.listdir("/proc/self/fd")
         with claim(1):
@@ -435,13 +435,13 @@ def test_one_that_lost_its_entry_or_a_door_alone_too(ground: Any, closed: str) -
     assert in_fork(lose) == "noticed"
 
 
-def test_a_forked_child_binds_by_the_claim_of_its_parent(ground: Any) -> None:
+def test_a_forked_child_binds_by_the_claim_of_its_parent(dgx: Any) -> None:
     """It has no doors."""
     with claim(1):
         assert in_fork(lambda: len(safe_gpu.bind().cpus) > 0)
 
 
-def test_a_child_that_c_code_forks_removes_the_entry_of_its_own_claim(ground: Any, state_dir: Path) -> None:
+def test_a_child_that_c_code_forks_removes_the_entry_of_its_own_claim(dgx: Any, state_dir: Path) -> None:
     """Python runs no hook in it."""
 
     def fork_in_c() -> int:
@@ -468,13 +468,13 @@ def lines(state_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_claim_is_told_by_its_entry_and_written_when_it_is_released(state_dir: Path, ground: Any) -> None:
+def test_a_claim_is_told_by_its_entry_and_written_when_it_is_released(state_dir: Path, dgx: Any) -> None:
     with claim(2, hold_for=60):
         (running,) = past()
         assert lines(state_dir) == []
         assert (running.running, running.labels) == (True, ("0", "1"))
     first, end = lines(state_dir)
-    assert (first["uid"], first["gpus"]) == (os.geteuid(), ground.uuids[:2])
+    assert (first["uid"], first["gpus"]) == (os.geteuid(), dgx.uuids[:2])
     assert (first["until"], first["waited"] >= 0) == (pytest.approx(first["claim"][1] + 60, abs=0.01), True)
     assert end == {"v": 1, "claim": first["claim"], "ended": end["ended"]}
     (known,) = past()
@@ -514,9 +514,7 @@ def test_a_claim_that_is_refused_tells_of_the_dead_that_it_has_removed(state_dir
     assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [killed.pid]
 
 
-def test_a_claim_that_withdraws_is_not_told_though_an_earlier_attempt_stood(
-    state_dir, host, ground, monkeypatch
-) -> None:
+def test_a_claim_that_withdraws_is_not_told_though_an_earlier_attempt_stood(state_dir, host, dgx, monkeypatch) -> None:
     """A stranger comes before the second poll of the first attempt, and the GPU is drained while the second is made."""
     make_entry, taken = api.Claim.make_entry, []
 

@@ -57,32 +57,32 @@ QUEUES = {
 
 
 @pytest.mark.parametrize("case", QUEUES.values(), ids=QUEUES)
-def test_who_may_go_first(case: dict[str, Any], ground, line, stranger_pid: int) -> None:
+def test_who_may_go_first(case: dict[str, Any], dgx, line, stranger_pid: int) -> None:
     scene = {"ahead": [], "claimed": (), "due": {}, "strangers": (), "only": (), "hold_for": None, **case}
-    ground.hold(*scene["claimed"])  # nobody knows for how long
+    dgx.hold(*scene["claimed"])  # nobody knows for how long
     now = time.time()
     for index, seconds in scene["due"].items():
-        ground.hold(index, until=now + seconds)
-    ground.occupy(*scene["strangers"], pid=stranger_pid)
+        dgx.hold(index, until=now + seconds)
+    dgx.occupy(*scene["strangers"], pid=stranger_pid)
     for nb_gpus, gpus, *hold_for in scene["ahead"]:
         line(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
     assert try_claim(scene["nb_gpus"], only=scene["only"], hold_for=scene["hold_for"]) == scene["gets"]
-    assert len(ground.tickets()) == len(scene["ahead"])
-    assert ground.claimed() == sorted({*scene["claimed"], *scene["due"]})
+    assert len(dgx.tickets()) == len(scene["ahead"])
+    assert dgx.claimed() == sorted({*scene["claimed"], *scene["due"]})
 
 
-def test_a_holder_that_let_go_is_a_stranger_unless_it_is_dying(ground, line, zombie: int, stranger_pid: int) -> None:
+def test_a_holder_that_let_go_is_a_stranger_unless_it_is_dying(dgx, line, zombie: int, stranger_pid: int) -> None:
     """The GPU of one that dies is free in a moment, that of one who computes on it is not."""
-    (dying,) = ground.occupy(7, pid=zombie)
+    (dying,) = dgx.occupy(7, pid=zombie)
     line(8)
     assert try_claim(1) is None
     dying.close()
-    ground.occupy(7, pid=stranger_pid)
+    dgx.occupy(7, pid=stranger_pid)
     assert try_claim(1) == (6,)
 
 
-def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, eventually) -> None:
-    ground.hold(0)
+def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, dgx, stop, eventually) -> None:
+    dgx.hold(0)
     large = command.start("run", "-n", 8, "--", "echo", "large")
     assert "for 8 GPUs (7 free)" in large.stderr.readline()
     assert try_claim(1) is None
@@ -93,7 +93,7 @@ def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, 
     os.kill(large.pid, signal.SIGCONT)
     eventually(lambda: not api.procfs.is_stopped(large.pid))
     assert try_claim(1) is None
-    ground.let_go()
+    dgx.let_go()
     assert large.communicate(timeout=60)[0] == "large\n"
 
 
@@ -118,21 +118,21 @@ def hear(one, start: str) -> str:
     return line
 
 
-def test_a_claimer_that_gives_back_after_the_second_poll_keeps_its_place(ground, child, eventually) -> None:
-    ground.hold(0)
+def test_a_claimer_that_gives_back_after_the_second_poll_keeps_its_place(dgx, child, eventually) -> None:
+    dgx.hold(0)
     first = child(WAIT)
     assert hear(first, "waiting").startswith("waiting for 1 GPU (0 of 1 free); GPU 0: ")
     second = child(WAIT)
     assert f"behind {USER} (pid {first.process.pid}, wants 1 GPU" in hear(second, "waiting")
-    (context,) = ground.occupy(0)
-    ground.let_go()
+    (context,) = dgx.occupy(0)
+    dgx.let_go()
     hear(first, "GPU 0 was taken meanwhile")
-    eventually(lambda: ground.claimed() == [])
-    tickets = ground.tickets()  # it has made its own again before it gave the GPU back
+    eventually(lambda: dgx.claimed() == [])
+    tickets = dgx.tickets()  # it has made its own again before it gave the GPU back
     assert [name.partition(".")[0] for name in tickets] == ["1", "2"]
     context.close()
     assert hear(first, "has") == "has 0"
-    assert ground.tickets() == tickets[1:]
+    assert dgx.tickets() == tickets[1:]
     first.tell()
     assert hear(second, "has") == "has 0"
 
@@ -150,30 +150,30 @@ class OnceItWaits:
     warning = info
 
 
-def test_a_stranger_who_has_left_blocks_nobody(command, ground, rarely_polled, stranger_pid) -> None:
+def test_a_stranger_who_has_left_blocks_nobody(command, dgx, rarely_polled, stranger_pid) -> None:
     """Whoever would pass because of him polls again before it takes anything."""
-    ground.hold(*range(7))
-    (context,) = ground.occupy(7, pid=stranger_pid)
+    dgx.hold(*range(7))
+    (context,) = dgx.occupy(7, pid=stranger_pid)
     large = command.start("run", "-n", 8, "--", "true")
     assert "for 8 GPUs (0 free); GPU " in large.stderr.readline()
 
     def leave() -> None:
         context.close()
-        ground.let_go(0)
+        dgx.let_go(0)
 
     with pytest.raises(ClaimTimeout, match="wants 8 GPUs"):
         claim(only=0, timeout=1.0, logger=OnceItWaits(leave))
-    ground.let_go()
+    dgx.let_go()
     assert large.wait(60) == 0
 
 
-def test_a_timeout_is_one_deadline_wherever_one_stands(ground, line) -> None:
+def test_a_timeout_is_one_deadline_wherever_one_stands(dgx, line) -> None:
     line(8)
-    ground.hold(0)
+    dgx.hold(0)
     for only in ((), (1,)):
         with pytest.raises(ClaimTimeout, match=rf"behind \S+ \(pid {os.getpid()}, wants 8 GPUs"):
             claim_gpus(1, NoPlaceholder(), only=only, timeout=0.05)
-    assert len(ground.tickets()) == 1
+    assert len(dgx.tickets()) == 1
 
 
 # Interruptions
@@ -253,9 +253,9 @@ GRANTED, REFUSED, IN_THE_QUEUE = (2, 0), (7, 0), (7, 0.02)
 
 @long
 @pytest.mark.parametrize("wanted", [GRANTED, REFUSED, IN_THE_QUEUE])
-def test_wherever_an_interrupt_comes_nothing_is_left_behind(wanted, ground, child, rules, monkeypatch) -> None:
+def test_wherever_an_interrupt_comes_nothing_is_left_behind(wanted, dgx, child, rules, monkeypatch) -> None:
     """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends."""
-    ground.hold(0, 1)
+    dgx.hold(0, 1)
     if os.geteuid() == 0:  # whose file a policy must be
         rules("[host]\norder = fair\n[default]\nmax_gpus = 8")
     monkeypatch.setenv("SAFE_GPU_SCOPE", "of a claim that has ended")
@@ -267,8 +267,8 @@ def test_wherever_an_interrupt_comes_nothing_is_left_behind(wanted, ground, chil
 # Ranges: at least so many, and more if these can be had at once
 
 
-def test_a_range_takes_what_is_free_and_passes_nobody(ground: Any, line: Any) -> None:
-    ground.hold(0, 1, 2, 3)
+def test_a_range_takes_what_is_free_and_passes_nobody(dgx: Any, line: Any) -> None:
+    dgx.hold(0, 1, 2, 3)
     assert try_claim((2, 4)) == try_claim((2, 6)) == try_claim((4, 5)) == (4, 5, 6, 7)
     assert try_claim((5, 6)) is None
     line(3, (0, 1, 4))
@@ -297,7 +297,7 @@ def linked(host_of: Any) -> Host:
     return host
 
 
-def test_one_that_cannot_use_the_free_gpu_is_passed(linked, ground, line) -> None:
+def test_one_that_cannot_use_the_free_gpu_is_passed(linked, dgx, line) -> None:
     linked.stranger(0, kind="graphics", memory=1 << 30)
     line(1, (0,), min_memory=79 << 30)
     line(1, (0,), max_utilization=10)
@@ -310,9 +310,9 @@ def test_one_that_cannot_use_the_free_gpu_is_passed(linked, ground, line) -> Non
     ("strangers", "near", "gets"),
     [((), "numa", None), ((1, 2), "numa", (0,)), ((1,), "nvlink", (0,)), ((2, 3), "numa", None)],
 )
-def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets, linked, ground, line) -> None:
+def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets, linked, dgx, line) -> None:
     """GPUs 0 and 1 share a node, and so do 2 and 3; the waiter wants two of the four."""
-    ground.hold(*range(4, 8))
+    dgx.hold(*range(4, 8))
     for number in strangers:
         linked.stranger(number)
     line(2, range(4), near=near)
@@ -323,9 +323,9 @@ def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets
     ("there", "condition"),
     [("free", {"colour": "red"}), ("held", {"near": ["a", "b"]}), ("stranger", {"max_utilization": "x" * 100})],
 )
-def test_an_unknown_condition_is_waited_for(there: str, condition, linked, ground, line, monkeypatch) -> None:
+def test_an_unknown_condition_is_waited_for(there: str, condition, linked, dgx, line, monkeypatch) -> None:
     """Whether the waiter can use GPU 5 is not known, nor when it will have it. A stopped one is passed."""
-    ground.hold(*range(6, 8), *([4] if there == "held" else []), until=time.time() + 1000)
+    dgx.hold(*range(6, 8), *([4] if there == "held" else []), until=time.time() + 1000)
     if there == "stranger":
         linked.stranger(4)
     line(2, (4, 5), hold_for=60, **condition)
@@ -336,10 +336,10 @@ def test_an_unknown_condition_is_waited_for(there: str, condition, linked, groun
     assert try_claim(1, only=5, hold_for=1) == (5,)
 
 
-def test_a_gpu_that_was_lost_when_a_waiter_came(linked, ground) -> None:
+def test_a_gpu_that_was_lost_when_a_waiter_came(linked, dgx) -> None:
     """It stands in the waiter's ticket, so nobody takes it past the waiter when it is back."""
     linked.edits[linked.uuids[5]] = {"lost": True}
-    ground.hold(3)
+    dgx.hold(3)
     wanted = set()
     linked.on_poll = lambda number: wanted.update(*(ticket.gpus for ticket in api.waiting_tickets()))
     assert try_claim(1, only="3,5", timeout=0.05) is None

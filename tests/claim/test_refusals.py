@@ -118,11 +118,11 @@ def test_the_timeout_is_one_deadline_from_the_call(host: Any, monkeypatch: pytes
     assert called + 60 <= deadline <= prepared - 0.05 + 60
 
 
-def test_free_gpus_are_those_of_the_host_in_numeric_order(host_of, ground, cleanup, monkeypatch) -> None:
+def test_free_gpus_are_those_of_the_host_in_numeric_order(host_of, dgx, cleanup, monkeypatch) -> None:
     host = host_of("big-16")
-    ground.uuids = host.uuids
+    dgx.uuids = host.uuids
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    ground.hold(2)
+    dgx.hold(2)
     cleanup.enter_context(host.stranger(11))
     cleanup.enter_context(host.stranger(12, kind="graphics"))
     host.edits = {host.uuids[13]: {"processes": None}, host.uuids[14]: {"lost": True}}
@@ -320,7 +320,7 @@ def test_who_has_what_and_does_nothing_with_it() -> None:
     assert api.holders_line(told, NOW) == "GPU 1,2,4-6 ada · 0 ada idle · 3 ada stopped · 7 bob"
 
 
-def test_a_holder_that_is_stopped_is_named_as_that(ground: Any, child: Any, stop: Any) -> None:
+def test_a_holder_that_is_stopped_is_named_as_that(dgx: Any, child: Any, stop: Any) -> None:
     """In the refusal, and in the line of a wait."""
     hold = "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)"
     holder = child(f"import safe_gpu; {hold}; say('has'); listen()", "has")
@@ -365,8 +365,8 @@ def test_when_it_starts() -> None:
         assert expected.text(NOW) == time.strftime(start, time.localtime(expected.start or expected.earliest or 0))
 
 
-def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
-    ground.hold(*range(7), until=time.time() + 7200)
+def test_the_head_is_told_who_passed_it(dgx: Any, child: Any) -> None:
+    dgx.hold(*range(7), until=time.time() + 7200)
     large = child(
         "import logging, sys, time, safe_gpu\n"
         "from safe_gpu.claim import report as news\n"

@@ -216,19 +216,19 @@ def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepar
         assert [os.get_inheritable(fd) for fd in kept] == [True] * 4, "the entry, its directory, two doors"
 
 
-def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup, untouched, monkeypatch) -> None:
+def test_a_claim_withdraws_from_what_others_take_meanwhile(host, dgx, cleanup, untouched, monkeypatch) -> None:
     """As if somebody had removed host.lock: two claims see each other."""
     make_entry = api.Claim.make_entry
     held: list[api.Held] = []
 
     def claim_too() -> None:
         if not held:
-            directory = cleanup.enter_context(api.Directory(str(ground.directory), "claims"))
+            directory = cleanup.enter_context(api.Directory(str(dgx.state_dir), "claims"))
             held.append(api.make_entry(directory, 99, {"gpus": {host.uuids[0]: None}}, by_children=False)[1])
 
     def drain(number: int) -> None:
         lines = (f"{uuid} - - - a fan is broken\n" for uuid in host.uuids[:number])
-        (ground.directory / "closed").write_text("".join(lines))
+        (dgx.state_dir / "closed").write_text("".join(lines))
 
     def while_it_claims(act: Callable[[], None]) -> None:
         def make_entry_and_act(taken: api.Claim, *arguments: Any, **more: Any) -> None:
@@ -361,14 +361,14 @@ def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, monke
     assert in_fork(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
 
 
-def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(host: Any, ground: Any) -> None:
+def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(host: Any, dgx: Any) -> None:
     # Containers that share the state directory number their processes alike: most have a process 1.
-    ground.hold(*range(8), pid=os.getpid(), start=1)
+    dgx.hold(*range(8), pid=os.getpid(), start=1)
     told: list[Any] = []
 
     def on_wait(status: Any) -> None:
         told.append(status)
-        ground.let_go()
+        dgx.let_go()
 
     assert api.owner_type(on_wait=on_wait)(2, timeout=60).devices_taken == [0, 1]
     assert told
@@ -389,11 +389,11 @@ def test_claims_share_the_only_gpu_where_a_display_is_on_it(child: Any, host_of:
         safe_gpu.claim_gpus(2, timeout=0)
 
 
-def test_the_entry_and_the_owner_say_who_holds_which_gpus(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_and_the_owner_say_who_holds_which_gpus(dgx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge"}.items():
         monkeypatch.setenv(name, value)
     with claim(3) as owner:
-        (entry,) = ground.claims()
+        (entry,) = dgx.claims()
         assert (entry.pid, entry.uid, entry.job, entry.token) == (os.getpid(), os.geteuid(), "sge:4711.3", "")
         assert entry.gpus == {gpu.uuid: None for gpu in owner.gpus}
         told = f"<GPUOwner: GPU 0-2 (NVIDIA A100-SXM4-80GB), held by process {os.getpid()}>"
@@ -416,10 +416,10 @@ for arguments in {}, {"timeout": 0}, {"nb_gpus": 8}, {"affinity": "socket"}, {"m
     assert (one.process.returncode, len(out.splitlines()), err) == (0, 5, "")
 
 
-def test_a_bare_script_that_waits_longer_hears_it_once(child, ground) -> None:
+def test_a_bare_script_that_waits_longer_hears_it_once(child, dgx) -> None:
     code = "from safe_gpu.claim import report; report.WARNING_DELAY = 0.01"
     code += "; import safe_gpu; safe_gpu.claim_gpus(timeout=None); say('has')"
-    ground.hold(*range(8))
+    dgx.hold(*range(8))
     head = child(code)
     user = re.escape(api.procfs.user_name(os.geteuid()))
     holders = rf"(?:; GPU [\d-]+: {user} \(pid \d+\) for \d+ s)+"  # one for each age in whole seconds
@@ -429,7 +429,7 @@ def test_a_bare_script_that_waits_longer_hears_it_once(child, ground) -> None:
     behind = child(code)
     said = rf"safe_gpu: waiting for 1 GPU; behind {who}\n"
     assert re.fullmatch(said, behind.process.stderr.readline())
-    ground.let_go()
+    dgx.let_go()
     for one in (head, behind):
         assert one.process.communicate(timeout=60) == ("has\n", "")
 
@@ -456,9 +456,9 @@ def test_one_line_a_step_and_the_same_facts_as_data(caplog: pytest.LogCaptureFix
     assert lines[assigned].safe_gpu_environment == variables
 
 
-def test_a_wait_is_told_with_its_data(line, ground, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_is_told_with_its_data(line, dgx, caplog: pytest.LogCaptureFixture) -> None:
     line(8)
-    ground.hold(0)
+    dgx.hold(0)
     caplog.set_level(logging.INFO, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
         claim(1, timeout=0.5)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import api
 from support.forks import forked
-from support.ground import write_for_all
+from support.state import write_for_all
 
 import safe_gpu
 from safe_gpu import PlaceholderError
@@ -176,9 +176,9 @@ def test_a_gpu_is_lost_under_the_placeholder_or_its_process_list_fails(host: Any
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, None], ids=lambda last: f"poll {last}" if last else "under a waiter")
-def test_a_driver_that_dies_between_polls(host, ground, untouched, last: int | None) -> None:
+def test_a_driver_that_dies_between_polls(host, dgx, untouched, last: int | None) -> None:
     if last is None:
-        ground.hold(*range(8))
+        dgx.hold(*range(8))
 
     def die(number: int) -> None:
         if number == last or (last is None and number > 1):
@@ -329,9 +329,9 @@ def test_the_trouble_of_a_framework_is_no_fault_of_the_gpu(host: Any, untouched:
 
 
 @pytest.mark.parametrize(("placeholder", "forgiven"), [(None, True), (safe_gpu.NoPlaceholder(), False)])
-def test_a_noted_gpu_is_forgiven_where_a_placeholder_works(host, ground, placeholder, forgiven: bool) -> None:
+def test_a_noted_gpu_is_forgiven_where_a_placeholder_works(host, dgx, placeholder, forgiven: bool) -> None:
     api.write_fault(os.environ["SAFE_GPU_DIR"], host.uuids[0], api.GpuFault(time.time(), ECC))
-    ground.hold(*range(1, 8))
+    dgx.hold(*range(1, 8))
     assert claim(placeholder_fn=placeholder).devices_taken == [0]
     assert notes() == ([] if forgiven else [host.uuids[0]])
 

@@ -103,12 +103,12 @@ def test_a_claim_inside_a_claim_keeps_the_vendor(two_vendors, vendor: str, comma
         assert api.vendor_of(owner.gpus[0].uuid) == "nvidia"
 
 
-def test_waiters_of_two_vendors_do_not_wait_for_each_other(two_vendors, command, child, ground, eventually) -> None:
+def test_waiters_of_two_vendors_do_not_wait_for_each_other(two_vendors, command, child, dgx, eventually) -> None:
     """A waiter for all NVIDIA GPUs keeps nobody from AMD's, and its place among NVIDIA's."""
     holder = child("import safe_gpu; say(safe_gpu.claim_gpus().devices_taken); listen()")
     assert holder.hear() == "[0]"
     waiter = command.start("run", "-q", "-n", "4", "--", "true")
-    eventually(ground.tickets)
+    eventually(dgx.tickets)
     assert command.run("run", "--timeout", "0", "--", "true").returncode == 75, "strict order among NVIDIA GPUs"
     assert command.run("run", "--timeout", "0", "--vendor", "amd", "-n", "4", "--", "true").returncode == 0
     assert waiter.poll() is None

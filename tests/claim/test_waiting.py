@@ -12,35 +12,33 @@ PATIENCE = 60.0  # seconds, that only a hang reaches
 # From hand to hand
 
 
-def test_the_ticket_goes_before_the_second_poll(host, ground, while_it_watches) -> None:
+def test_the_ticket_goes_before_the_second_poll(host, dgx, while_it_watches) -> None:
     """So those behind look while the driver is asked."""
-    ground.hold(0)
+    dgx.hold(0)
     seen = []
 
     def look(event: str) -> None:
         if event == "usage":
-            seen.append((ground.tickets(), ground.claimed()))
+            seen.append((dgx.tickets(), dgx.claimed()))
 
     host.on_event = look
-    while_it_watches(ground.let_go)
+    while_it_watches(dgx.let_go)
     claim(only=0, timeout=PATIENCE)
     assert seen[0] == ([], [0])
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it releases"])
-def test_what_has_gone_is_known_without_another_poll(
-    host, ground, child, rarely_polled, while_it_watches, ends
-) -> None:
+def test_what_has_gone_is_known_without_another_poll(host, dgx, child, rarely_polled, while_it_watches, ends) -> None:
     """Else GPUs that are freed together would be polled by one waiter after the other: each sleeps with an old poll."""
     holder = child("listen()")
     context = host.stranger(0, pid=holder.pid)
-    ground.hold(0, pid=holder.pid)
+    dgx.hold(0, pid=holder.pid)
 
     def free() -> None:
         context.close()
         if ends:
             holder.kill()
-        ground.let_go()
+        dgx.let_go()
         host.events.clear()
 
     while_it_watches(free)
@@ -49,15 +47,15 @@ def test_what_has_gone_is_known_without_another_poll(
 
 
 def test_a_holder_that_keeps_its_context_is_found_by_the_second_poll(
-    host, ground, child, often_polled, same_gpus, while_it_watches
+    host, dgx, child, often_polled, same_gpus, while_it_watches
 ) -> None:
     """The GPU is given back, and tried no more before the driver shows that it is free."""
     holder = child("listen()")
     context = host.stranger(0, pid=holder.pid)
-    ground.hold(0, pid=holder.pid)
+    dgx.hold(0, pid=holder.pid)
 
     def let_go() -> None:
-        ground.let_go()
+        dgx.let_go()
         host.events.clear()
 
     def end(event: str) -> None:
@@ -66,7 +64,7 @@ def test_a_holder_that_keeps_its_context_is_found_by_the_second_poll(
             while_it_watches(leave)
 
     def leave() -> None:
-        assert (ground.claimed(), len(ground.tickets())) == ([], 1)
+        assert (dgx.claimed(), len(dgx.tickets())) == ([], 1)
         context.close()
 
     while_it_watches(let_go)
@@ -89,14 +87,14 @@ def test_a_gpu_without_some_processes() -> None:
     assert api.Gpu(0, "GPU-0", processes=None).without({1}).processes is None
 
 
-def test_who_has_waited_asks_whether_the_host_has_the_same_gpus(host, ground, monkeypatch, while_it_watches) -> None:
+def test_who_has_waited_asks_whether_the_host_has_the_same_gpus(host, dgx, monkeypatch, while_it_watches) -> None:
     """However new its poll is: the indices may have moved since."""
     asked: list[api.HostSnapshot] = []
     monkeypatch.setattr(host, "shows_same", lambda snapshot: asked.append(snapshot) or True)
     claim(only=0).release_gpus()
     assert asked == []
-    ground.hold(0)
-    while_it_watches(ground.let_go)
+    dgx.hold(0)
+    while_it_watches(dgx.let_go)
     claim(only=0, timeout=PATIENCE)
     assert len(asked) == 1
 
@@ -104,18 +102,18 @@ def test_who_has_waited_asks_whether_the_host_has_the_same_gpus(host, ground, mo
 # What the head sees
 
 
-def test_a_gpu_that_comes_back_is_seen_though_nothing_else_happens(host, ground, often_polled) -> None:
+def test_a_gpu_that_comes_back_is_seen_though_nothing_else_happens(host, dgx, often_polled) -> None:
     """It was lost when the claim began to wait, and nobody ends a claim."""
-    ground.hold(*range(7))
+    dgx.hold(*range(7))
     lost = {"lost": True, "unusable": "lost", "processes": None}
     host.edits = {host.uuids[7]: lost}
     host.on_poll = lambda number: number == 3 and host.edits.clear()
     assert claim(only="6,7", timeout=PATIENCE).devices_taken == [7]
 
 
-def test_a_ticket_names_the_gpus_that_come_while_it_waits(host, ground, monkeypatch, often_polled) -> None:
+def test_a_ticket_names_the_gpus_that_come_while_it_waits(host, dgx, monkeypatch, often_polled) -> None:
     """At its old place: others must not take one past it."""
-    ground.hold(*range(8))
+    dgx.hold(*range(8))
     shown, tickets = host.snapshot, []
     is_there = False
 
@@ -128,7 +126,7 @@ def test_a_ticket_names_the_gpus_that_come_while_it_waits(host, ground, monkeypa
         is_there = number >= 3
         tickets.extend((one.number, len(one.gpus)) for one in api.waiting_tickets())
         if number == 5:
-            ground.let_go(7)
+            dgx.let_go(7)
 
     monkeypatch.setattr(host, "snapshot", snapshot)
     host.on_poll = come

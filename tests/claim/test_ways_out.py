@@ -66,7 +66,7 @@ def value_of(text: str) -> Any:
 
 
 @pytest.mark.parametrize(("wrong", "way_out"), [line.split("  # ") for line in ARGUMENTS.split("\n")[1:-1]])
-def test_a_value_that_a_message_names_is_accepted(wrong: str, way_out: str, ground: Any) -> None:
+def test_a_value_that_a_message_names_is_accepted(wrong: str, way_out: str, dgx: Any) -> None:
     """It may still be one that this host cannot give, such as another vendor's GPUs."""
     argument, _, text = wrong.partition("=")
     error = error_of(**{argument: value_of(text)})
@@ -80,7 +80,7 @@ def test_a_value_that_a_message_names_is_accepted(wrong: str, way_out: str, grou
             pytest.fail(str(error))
 
 
-def test_of_two_that_do_not_go_together_one_is_left_out(ground: Any) -> None:
+def test_of_two_that_do_not_go_together_one_is_left_out(dgx: Any) -> None:
     for first, second, words in (
         ({"delegate": True}, {"share": "20GiB"}, "leave one of them out"),
         ({"min_memory": "2GiB"}, {"share": "20GiB"}, "ask for the larger of the two as a share"),
@@ -91,20 +91,20 @@ def test_of_two_that_do_not_go_together_one_is_left_out(ground: Any) -> None:
         assert error_of(**second) is None
 
 
-def test_memory_is_asked_for_by_min_memory(ground: Any) -> None:
+def test_memory_is_asked_for_by_min_memory(dgx: Any) -> None:
     found = re.search(r"pass (min_memory)=('.*')$", str(error_of(memory="20GiB")))
     assert found is not None
     assert error_of(**{found[1]: value_of(found[2])}) is None
 
 
-def test_gpus_of_another_vendor(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_another_vendor(dgx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument is left out, or the variable is unset: then the host is looked at."""
     error = str(error_of(vendor="amd"))
     assert error.endswith(": leave vendor= out, or unset SAFE_GPU_DRIVER")
     assert error_of() is None
 
 
-def test_the_number_for_a_job(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_for_a_job(dgx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     error = str(error_of(nb_gpus="job"))
     found = re.search("set (SAFE_GPU_NB_GPUS)=N, or write nb_gpus=N", error)
     assert found is not None
@@ -116,7 +116,7 @@ def test_the_number_for_a_job(ground: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", [name for name, one in api.VARIABLES.items() if one.words])
-def test_words_of_variables(name: str, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_variables(name: str, dgx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "x")
     found = re.search(rf"{name}=x is unknown: set it to (.*), or unset it", str(error_of()))
     assert found is not None
@@ -127,7 +127,7 @@ def test_words_of_variables(name: str, ground: Any, monkeypatch: pytest.MonkeyPa
     assert error_of() is None
 
 
-def test_a_simulated_host_that_there_is(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_host_that_there_is(dgx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, words in (("simulated:dgx", "with one of (.*)$"), ("cuda", "choose one of (.*), simulated:PRESET")):
         monkeypatch.setenv("SAFE_GPU_DRIVER", wrong)
         found = re.search(words, str(error_of()))
@@ -142,7 +142,7 @@ def test_a_simulated_host_that_there_is(ground: Any, monkeypatch: pytest.MonkeyP
 # A claim that is there already
 
 
-def test_a_second_claim(ground: Any) -> None:
+def test_a_second_claim(dgx: Any) -> None:
     safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder())
     with pytest.raises(safe_gpu.AlreadyClaimedError) as caught:
         safe_gpu.claim_gpus(2, safe_gpu.NoPlaceholder())
@@ -172,14 +172,14 @@ say(len(claim().gpus))
 """
 
 
-def test_a_claim_whose_descriptors_were_closed(ground: Any, child: Any) -> None:
+def test_a_claim_whose_descriptors_were_closed(dgx: Any, child: Any) -> None:
     daemon = child(DAEMON)
     assert daemon.hear().endswith("call release_gpus(), and claim again when that is done")
     daemon.tell("do that")
     assert daemon.hear() == "1"
 
 
-def test_inside_a_claim(ground: Any, command: Any) -> None:
+def test_inside_a_claim(dgx: Any, command: Any) -> None:
     """It asks for no more than it holds, and is not delegated again."""
     with safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, delegate=True):
         code = "import safe_gpu; safe_gpu.claim_gpus({}, safe_gpu.NoPlaceholder(), affinity=None, timeout=0{})"
@@ -194,8 +194,8 @@ def test_inside_a_claim(ground: Any, command: Any) -> None:
         assert claim(1) == claim(2) == ""
 
 
-def test_a_worker_that_inherited_what_another_one_is_to_see(command: Any, ground: Any) -> None:
-    variables = {"SAFE_GPU_EXPECT": ground.uuids[3], "CUDA_VISIBLE_DEVICES": "0"}
+def test_a_worker_that_inherited_what_another_one_is_to_see(command: Any, dgx: Any) -> None:
+    variables = {"SAFE_GPU_EXPECT": dgx.uuids[3], "CUDA_VISIBLE_DEVICES": "0"}
     done = command.run("bind", "--", "true", env=variables)
     assert done.returncode != 0
     found = re.search("or unset (SAFE_GPU_EXPECT) if it was inherited by mistake", done.stderr)
@@ -275,7 +275,7 @@ def test_what_pip_is_to_install_is_what_the_package_says() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PytorchPlaceholder", "CupyPlaceholder", "JaxPlaceholder", "TensorflowPlaceholder"])
-def test_a_framework_that_is_installed_or_left_out(kind: str, ground: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_framework_that_is_installed_or_left_out(kind: str, dgx: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The module that a package of this name brings is imported then."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [str(tmp_path)])

@@ -97,10 +97,10 @@ def test_bad_input_is_a_usage_error_of_one_line(line: str, value: str, capsys: p
 
 
 @pytest.mark.parametrize("line", ["wait", "status", "run -- /bin/true"])
-def test_no_driver(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask) -> None:
+def test_no_driver(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
-    done = ask(*line.split())
+    done = run_here(*line.split())
     assert (done.returncode, done.stderr[:10]) == (69, "safe-gpu: ")
 
 
@@ -115,9 +115,9 @@ def test_an_unusable_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("error", "code"), [(LockTimeout("held"), 75), (GPUAffinityError("too few cores"), 78), (KeyboardInterrupt(), 130)]
 )
-def test_what_a_claim_may_raise(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, ask) -> None:
+def test_what_a_claim_may_raise(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, run_here) -> None:
     monkeypatch.setattr(api.owner.GPUOwner, "__init__", Mock(side_effect=error))
-    done = ask("run", "--", "true")
+    done = run_here("run", "--", "true")
     assert (done.returncode, done.stderr) == (code, f"safe-gpu: {error}\n" if str(error) else "")
 
 
@@ -125,9 +125,9 @@ def test_what_a_claim_may_raise(error: BaseException, code: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("verb", ["", *api.COMMANDS])
-def test_help_fits_a_terminal_and_explains_every_option(verb: str, ask, monkeypatch: Any) -> None:
+def test_help_fits_a_terminal_and_explains_every_option(verb: str, run_here, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    done = ask(*verb.split(), "--help")
+    done = run_here(*verb.split(), "--help")
     assert (done.returncode, done.stderr, done.stdout.count("COMMAND")) == (0, "", not verb)
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stdout.startswith("usage: safe-gpu")
@@ -135,11 +135,11 @@ def test_help_fits_a_terminal_and_explains_every_option(verb: str, ask, monkeypa
         assert re.search(r"\S  +\S", option) or below.startswith(" " * 20), option
     if not verb:
         assert all(re.search(rf"^ +{name} ", done.stdout, re.MULTILINE) for name in api.COMMANDS)
-    assert ask("help", *verb.split()).stdout == done.stdout
+    assert run_here("help", *verb.split()).stdout == done.stdout
 
 
-def test_the_version(ask) -> None:
-    assert ask("-V").stdout == ask("--version").stdout == f"safe-gpu {__version__}\n"
+def test_the_version(run_here) -> None:
+    assert run_here("-V").stdout == run_here("--version").stdout == f"safe-gpu {__version__}\n"
 
 
 # Where the output goes
@@ -214,8 +214,8 @@ def assert_whole(packets: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(("words", "unbuffered"), [(words, "1" * (n % 2)) for n, words in enumerate(PRINTING)])
-def test_a_line_is_one_write(words: str, unbuffered: str, command: Any, ground: Any, packets: Any) -> None:
-    ground.hold(0, 1, until=time.time() + 60)
+def test_a_line_is_one_write(words: str, unbuffered: str, command: Any, dgx: Any, packets: Any) -> None:
+    dgx.hold(0, 1, until=time.time() + 60)
     writing, read = packets
     streams = {"stdout": writing, "stderr": writing, "env": {"PYTHONUNBUFFERED": unbuffered}}
     command.start(*words.split(), **streams).wait(60)
@@ -226,13 +226,13 @@ def test_every_command_is_among_them() -> None:
     assert {line.split()[0] for line in PRINTING} >= api.COMMANDS.keys() - {"bind", "resume"}
 
 
-def test_the_lines_of_waiters_too(command: Any, ground: Any, packets: Any, eventually: Callable[..., None]) -> None:
-    ground.hold(*range(8))
+def test_the_lines_of_waiters_too(command: Any, dgx: Any, packets: Any, eventually: Callable[..., None]) -> None:
+    dgx.hold(*range(8))
     writing, read = packets
     streams = {"stdout": writing, "stderr": writing, "env": {"PYTHONUNBUFFERED": "1"}}
     waiting = [command.start("run", "--", "true", **streams) for _ in range(3)]
-    eventually(lambda: len(ground.tickets()) == 3)
-    ground.let_go()
+    eventually(lambda: len(dgx.tickets()) == 3)
+    dgx.let_go()
     for one in waiting:
         assert one.wait(60) == 0
     assert_whole(read())
@@ -289,83 +289,87 @@ def rows(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_claims_the_latest_first_in_each_form(used: None, ask: Any) -> None:
-    title, first, second = ask("history").stdout.splitlines()
+def test_claims_the_latest_first_in_each_form(used: None, run_here: Any) -> None:
+    title, first, second = run_here("history").stdout.splitlines()
     assert title.split() == ["USER", "GPU", "FROM", "TO", "GPU-HOURS", "COMMAND"]
     assert [first.split()[1], second.split()[1]] == ["0", "0,1"]
-    document = json.loads(ask("history", "--json").stdout)
+    document = json.loads(run_here("history", "--json").stdout)
     one, two = document["claims"]
     assert (document["schema"], one["labels"], one["running"]) == (1, ["0"], False)
     assert two["since"] <= two["seen"] == two["ended"] <= one["since"]
-    last, before = rows(ask("history", "--csv").stdout)
+    last, before = rows(run_here("history", "--csv").stdout)
     assert (last["labels"], before["labels"], last.keys()) == ("0", "0 1", one.keys())
     assert last["ended"] == time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one["ended"]))
 
 
 @pytest.mark.parametrize(("by", "keys"), [("user", 1), ("gpu", 2)])
-def test_gpu_hours(used: None, ask: Any, by: str, keys: int) -> None:
-    document = json.loads(ask("history", "--by", by, "--json", "--since", "1h").stdout)
+def test_gpu_hours(used: None, run_here: Any, by: str, keys: int) -> None:
+    document = json.loads(run_here("history", "--by", by, "--json", "--since", "1h").stdout)
     assert document["by"] == by
     assert len({row[by] for row in document["use"]}) == keys
-    assert [row[by] for row in rows(ask("history", "--by", by, "--csv").stdout)] == [row[by] for row in document["use"]]
+    assert [row[by] for row in rows(run_here("history", "--by", by, "--csv").stdout)] == [
+        row[by] for row in document["use"]
+    ]
 
 
 def test_a_report_of_a_wait(
-    command: Any, ask: Any, ground: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    command: Any, run_here: Any, dgx: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with claim(8):
         began = time.monotonic()
         waiter = command.start("run", "-q", "-n", 2, "--", "true")
-        eventually(lambda: bool(ground.tickets()))
+        eventually(lambda: bool(dgx.tickets()))
         seen = time.monotonic()
         eventually(lambda: time.monotonic() > seen)
         least = time.monotonic() - seen
     assert waiter.wait(60) == 0
     most = time.monotonic() - began
-    last, _ = json.loads(ask("history", "--json").stdout)["claims"]
+    last, _ = json.loads(run_here("history", "--json").stdout)["claims"]
     assert least < last["waited"] < most
-    user, week, host = json.loads(ask("history", "--report", "month", "--json").stdout)["report"]
+    user, week, host = json.loads(run_here("history", "--report", "month", "--json").stdout)["report"]
     assert [one["claims"] for one in (user, week, host)] == [2, 2, 2]
     assert (user["waits"], user["wait_95"], user["free_gpu_hours"]) == (2, last["waited"], None)
     assert week["free_gpu_hours"] == host["free_gpu_hours"] >= 0
-    printed = ask("history", "--report", "month").stdout
+    printed = run_here("history", "--report", "month").stdout
     assert re.findall("^[A-Z]{4,} ", printed, re.MULTILINE) == ["USER ", "WEEK ", "HOST "]
     today = time.strftime("%Y-%m-%d")
     assert re.match(f"GPUs of {os.uname().nodename}, [0-9-]+ to {today}\n\nUSER ", printed)
     assert printed.endswith("\n\n95 of 100 claims waited no longer than 95% WAIT.\n")
     monkeypatch.setenv("COLUMNS", "50")
-    assert "95" not in ask("history", "--report", "month").stdout, "what is left out is not explained"
+    assert "95" not in run_here("history", "--report", "month").stdout, "what is left out is not explained"
 
 
-def test_a_report_begins_with_a_day_and_is_of_two_years_at_most(used: None, ask: Any) -> None:
-    document = json.loads(ask("history", "--report", "week", "--json").stdout)
+def test_a_report_begins_with_a_day_and_is_of_two_years_at_most(used: None, run_here: Any) -> None:
+    document = json.loads(run_here("history", "--report", "week", "--json").stdout)
     assert time.strftime("%H:%M:%S", time.localtime(document["since"])) == "00:00:00"
     assert 7 * 86400 <= document["until"] - document["since"] < 9 * 86400
-    document = json.loads(ask("history", "--report", "week", "--since", "2001-01-01", "--json").stdout)
+    document = json.loads(run_here("history", "--report", "week", "--since", "2001-01-01", "--json").stdout)
     assert document["until"] - document["since"] == pytest.approx(731 * 86400)
 
 
-def test_a_picture_needs_matplotlib(used: None, ask: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_picture_needs_matplotlib(used: None, run_here: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = ask("history", "--report", "month", "--plot", tmp_path / "month.svg")
+    done = run_here("history", "--report", "month", "--plot", tmp_path / "month.svg")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--plot needs matplotlib, which is not installed: pip install matplotlib" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_others_and_other_times_are_left_out(used: None, ask: Any) -> None:
-    assert ask("history", "--user", "nobody-of-here").stdout == "no claims in this time\n"
-    assert json.loads(ask("history", "--until", "1h", "--json").stdout)["claims"] == []
+def test_others_and_other_times_are_left_out(used: None, run_here: Any) -> None:
+    assert run_here("history", "--user", "nobody-of-here").stdout == "no claims in this time\n"
+    assert json.loads(run_here("history", "--until", "1h", "--json").stdout)["claims"] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
-def test_a_claim_without_work_is_marked_and_listed_from_the_limit_on(ask: Any, rules: Any, monkeypatch: Any) -> None:
+def test_a_claim_without_work_is_marked_and_listed_from_the_limit_on(
+    run_here: Any, rules: Any, monkeypatch: Any
+) -> None:
     def listed() -> int:
-        return len(json.loads(ask("history", "--idle", "--json").stdout)["claims"])
+        return len(json.loads(run_here("history", "--idle", "--json").stdout)["claims"])
 
     now = time.time
     with claim(8):
-        assert ask("status").returncode == 0  # the first look, from which on the GPUs are known to be idle
+        assert run_here("status").returncode == 0  # the first look, from which on the GPUs are known to be idle
         assert listed() == 1
         monkeypatch.setattr(time, "time", lambda: now() + 7200)
         for policy, marked, found in (
@@ -374,30 +378,30 @@ def test_a_claim_without_work_is_marked_and_listed_from_the_limit_on(ask: Any, r
             ("idle_report_after = unlimited", False, 0),
         ):
             rules(f"[user root]\n{policy}\n")
-            assert ("\nGPU 0-7: no work for 2 h\n" in ask("status").stdout, listed()) == (marked, found), policy
-        assert all(one["idle_for"] > 7200 for one in json.loads(ask("status", "--json").stdout)["gpus"])
+            assert ("\nGPU 0-7: no work for 2 h\n" in run_here("status").stdout, listed()) == (marked, found), policy
+        assert all(one["idle_for"] > 7200 for one in json.loads(run_here("status", "--json").stdout)["gpus"])
     assert listed() == 0
 
 
 # status --free, --mine and --user
 
 
-def test_nothing_is_free_where_the_claims_are_not_known(state_dir: Path, ask: Any) -> None:
+def test_nothing_is_free_where_the_claims_are_not_known(state_dir: Path, run_here: Any) -> None:
     state_dir.mkdir()
     (state_dir / "claims").touch()
-    done = ask("status", "--free")
+    done = run_here("status", "--free")
     assert (done.returncode, done.stdout, "warning" in done.stderr) == (73, "", True)
 
 
-def test_gpus_that_are_free_and_those_of_one_user(ask: Any, ground: Any) -> None:
-    ground.hold(5, uid=4711)
+def test_gpus_that_are_free_and_those_of_one_user(run_here: Any, dgx: Any) -> None:
+    dgx.hold(5, uid=4711)
     with claim(2):
-        done = ask("status", "--free")
+        done = run_here("status", "--free")
         assert (done.returncode, done.stdout, done.stderr) == (0, "2\n3\n4\n6\n7\n", "")
         for words in (["--mine"], ["--user", api.procfs.user_name(os.geteuid())]):
-            assert [one["index"] for one in json.loads(ask("status", "--json", *words).stdout)["gpus"]] == [0, 1]
-            title, *lines = ask("status", *words).stdout.splitlines()
+            assert [one["index"] for one in json.loads(run_here("status", "--json", *words).stdout)["gpus"]] == [0, 1]
+            title, *lines = run_here("status", *words).stdout.splitlines()
             assert ": 5 of 8 GPUs free" in title
             assert not any(line.split()[:1] == ["2"] for line in lines)
-        assert json.loads(ask("status", "--json", "--user", "nobody").stdout)["gpus"] == []
-        assert "no GPU is held or used by this user" in ask("status", "--user", "nobody").stdout
+        assert json.loads(run_here("status", "--json", "--user", "nobody").stdout)["gpus"] == []
+        assert "no GPU is held or used by this user" in run_here("status", "--user", "nobody").stdout

@@ -52,10 +52,10 @@ print READY
 
 
 @pytest.fixture
-def script(tmp_path: Path, ask: Any, command: object) -> Callable[[str], Path]:
+def script(tmp_path: Path, run_here: Any, command: object) -> Callable[[str], Path]:
     def write(shell: str) -> Path:
         path = tmp_path / f"safe-gpu.{shell}"
-        path.write_text(ask("completion", shell).stdout)
+        path.write_text(run_here("completion", shell).stdout)
         return path
 
     return write

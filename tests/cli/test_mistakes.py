@@ -150,29 +150,29 @@ def rows(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("line", "said"), rows(TYPED))
-def test_on_the_command_line(line: str, said: str, monkeypatch: Any, tmp_path: Path, ask: Any, ground: Any) -> None:
+def test_on_the_command_line(line: str, said: str, monkeypatch: Any, tmp_path: Path, run_here: Any, dgx: Any) -> None:
     (tmp_path / "train.py").write_text("print('trained')\n")
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
     while words[0] != "safe-gpu":
         monkeypatch.setenv(*words.pop(0).split("=", 1))
-    done = ask(*words[1:])
+    done = run_here(*words[1:])
     code, _, told = said.partition(" ")
     assert (f"[{done.returncode}]", done.stderr.count("\n")) == (code, 1)
     assert told in done.stderr
     assert done.stdout == ("" if done.returncode else "0\n")  # the GPU that `wait` prints
     as_python_has_it = r"\b(timeout|min_memory|model|only|exclude|nb_gpus|hold_for)="
     assert not re.search(as_python_has_it, done.stderr)
-    assert ground.tickets() == ground.claimed() == []
+    assert dgx.tickets() == dgx.claimed() == []
 
 
 @pytest.mark.parametrize(
     ("timeout", "advice"), [("0", "wait for it (--timeout 1h,"), ("0.01", "wait longer (--timeout 1h,")]
 )
-def test_advice_on_a_wait_that_was_too_short(timeout: str, advice: str, ask: Any, ground: Any) -> None:
-    ground.hold(*range(8))
+def test_advice_on_a_wait_that_was_too_short(timeout: str, advice: str, run_here: Any, dgx: Any) -> None:
+    dgx.hold(*range(8))
     for verb, *command in (("run", "--", "true"), ("wait",)):
-        done = ask(verb, "--timeout", timeout, *command)
+        done = run_here(verb, "--timeout", timeout, *command)
         assert (done.returncode, advice in done.stderr) == (75, True)
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=re.escape(advice.replace("--timeout 1h", 'timeout="1h"'))):
         safe_gpu.GPUOwner(timeout=float(timeout))
@@ -186,7 +186,7 @@ class Names(dict[str, object]):
 
 
 @pytest.mark.parametrize(("call", "said"), rows(CALLED))
-def test_in_python(call: str, said: str, ground) -> None:
+def test_in_python(call: str, said: str, dgx) -> None:
     before = dict(os.environ)
     try:
         with pytest.raises(Exception) as caught:
@@ -195,7 +195,7 @@ def test_in_python(call: str, said: str, ground) -> None:
         safe_gpu.release_gpus()
     assert f"{type(caught.value).__name__}: {caught.value}".startswith(said)
     assert not re.search(r"(^|[ (])--?[a-z]", str(caught.value)), "an option of a command"
-    assert ground.claimed() == []
+    assert dgx.claimed() == []
     assert dict(os.environ) == before
 
 
@@ -210,7 +210,7 @@ def counting_gpus() -> list[Callable[..., object]]:
     return [one for one in functions if COUNTS_GPUS & inspect.signature(one).parameters.keys()]
 
 
-def test_whatever_takes_a_number_of_gpus_knows_what_it_is_called_elsewhere(ground: Any) -> None:
+def test_whatever_takes_a_number_of_gpus_knows_what_it_is_called_elsewhere(dgx: Any) -> None:
     called = counting_gpus()
     assert {safe_gpu.claim_gpus, safe_gpu.ensure_gpus, safe_gpu.GPUOwner, dragon.claim, ray.claim} <= {*called}
     for one in called:
@@ -227,7 +227,7 @@ def test_whatever_takes_a_number_of_gpus_knows_what_it_is_called_elsewhere(groun
         *("get_free_gpus(vendor='x')", "engines.dragon.claim()"),
     ],
 )
-def test_a_traceback_has_one_line_of_ours(call: str, ground) -> None:
+def test_a_traceback_has_one_line_of_ours(call: str, dgx) -> None:
     with pytest.raises(Exception) as caught:
         eval(call, {"__builtins__": {}}, Names())
     ours = [entry for entry in traceback.extract_tb(caught.value.__traceback__) if in_the_package(entry.filename)]
@@ -238,7 +238,7 @@ def in_the_package(path: str) -> bool:
     return Path(path).is_relative_to(Path(safe_gpu.__file__).parent)
 
 
-def test_a_state_directory_that_cannot_be_made_is_told_once(monkeypatch: pytest.MonkeyPatch, ground) -> None:
+def test_a_state_directory_that_cannot_be_made_is_told_once(monkeypatch: pytest.MonkeyPatch, dgx) -> None:
     monkeypatch.setenv("SAFE_GPU_DIR", "/proc/nothing")
     with pytest.raises(safe_gpu.StateDirError) as caught:
         safe_gpu.claim_gpus()
@@ -246,7 +246,7 @@ def test_a_state_directory_that_cannot_be_made_is_told_once(monkeypatch: pytest.
     assert shown.count("Traceback") == 1
 
 
-def test_the_error_of_a_placeholder_of_the_program_is_shown(ground) -> None:
+def test_the_error_of_a_placeholder_of_the_program_is_shown(dgx) -> None:
     def placeholder(device_no: int) -> object:
         raise ZeroDivisionError("in the program")
 
@@ -386,7 +386,7 @@ def test_a_docker_that_is_podman_and_podman_elsewhere(tmp_path: Path, monkeypatc
     assert AT_ONCE in warned("podman run -d IMAGE")
 
 
-def test_it_is_said_before_the_command_starts_and_where_run_is_to_be_quiet(command, tmp_path: Path, ground) -> None:
+def test_it_is_said_before_the_command_starts_and_where_run_is_to_be_quiet(command, tmp_path: Path, dgx) -> None:
     sbatch = program(tmp_path / "sbatch", "echo the command >&2")
     own = ["-q", "-n", 2, "--min-memory=20GiB"]
     warning, *after = command.run("run", *own, "--", "nice", sbatch, "job.sh").stderr.splitlines()
@@ -396,7 +396,7 @@ def test_it_is_said_before_the_command_starts_and_where_run_is_to_be_quiet(comma
     docker = program(tmp_path / "docker", 'echo "$@"')
     done = command.run("run", "--", docker, "run", "-d", "IMAGE")
     assert (done.returncode, done.stdout) == (0, "run -d IMAGE\n")
-    assert f"-v {ground.directory}:{ground.directory}" in done.stderr
+    assert f"-v {dgx.state_dir}:{dgx.state_dir}" in done.stderr
     assert command.run("run", "--", "echo", "docker run").stderr == ""
 
 
@@ -438,7 +438,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     [("nohup screen -dmS t", "0", []), ("tmux new -d", "0", [0]), ("tmux new -d; tmux neww -d", "none", [])],
 )
 def test_sessions(
-    command, ground, job: Job, tmp_path: Path, eventually: Callable[..., None], line: str, seen: str, held: list[int]
+    command, dgx, job: Job, tmp_path: Path, eventually: Callable[..., None], line: str, seen: str, held: list[int]
 ) -> None:
     *before, session = line.split("; ")
     multiplexer = "screen" if "screen" in session else "tmux"
@@ -449,15 +449,15 @@ def test_sessions(
     with (tmp_path / "told").open("w") as stderr:
         started = command.start("run", "--", *session.split(), job.path, stdout=stderr, stderr=stderr)
     eventually(lambda: job.gpu() == seen)
-    eventually(lambda: ground.claimed() == held)
+    eventually(lambda: dgx.claimed() == held)
     job.end()
     assert started.wait(60) == 0
-    eventually(lambda: ground.claimed() == [])
+    eventually(lambda: dgx.claimed() == [])
 
     way = (tmp_path / "told").read_text().rpartition("Claim inside the session: ")[2].splitlines()[0]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     with subprocess.Popen([*way.removesuffix(" CMD").split(), job.path], **streams):
         eventually(lambda: job.gpu() == "0")
-        assert ground.claimed() == [0]
+        assert dgx.claimed() == [0]
         job.end()
-    eventually(lambda: ground.claimed() == [])
+    eventually(lambda: dgx.claimed() == [])

@@ -27,14 +27,14 @@ def script(path: Path, text: str, mode: int = 0o755) -> Path:
 # Becoming the command
 
 
-def test_the_command_has_our_pid_and_sees_its_gpus(command, ground) -> None:
+def test_the_command_has_our_pid_and_sees_its_gpus(command, dgx) -> None:
     started = command.start("run", "-n", 2, "--", "sh", "-c", 'echo $$; env; cat "$SAFE_GPU_DIR"/claims/*')
     out, _ = started.communicate(timeout=60)
     lines = out.splitlines()
     assert int(lines[0]) == started.pid
     assert {"CUDA_VISIBLE_DEVICES=0,1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"} <= {*lines}
     entry = json.loads(lines[-1])
-    assert (entry["pid"], entry["command"], [*entry["gpus"]]) == (started.pid, "sh", ground.uuids[:2])
+    assert (entry["pid"], entry["command"], [*entry["gpus"]]) == (started.pid, "sh", dgx.uuids[:2])
 
 
 def ignored_signals(text: str) -> set[int]:
@@ -61,14 +61,14 @@ def test_a_refused_command_leaves_signals_as_they_were() -> None:
 # The claim goes with the last who inherited it
 
 
-def test_a_child_in_the_background_that_inherited_it_keeps_it(command, ground, eventually) -> None:
+def test_a_child_in_the_background_that_inherited_it_keeps_it(command, dgx, eventually) -> None:
     done = command.run("run", "--", "sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!")
     child = int(done.stdout)
     try:
-        assert ground.claimed() == [0]
+        assert dgx.claimed() == [0]
     finally:
         os.kill(child, signal.SIGKILL)
-    eventually(lambda: ground.claimed() == [])
+    eventually(lambda: dgx.claimed() == [])
 
 
 # Descriptors
@@ -85,10 +85,10 @@ def numbers_of_entries(found: dict[int, str]) -> set[int]:
     return {number for number, target in found.items() if "/claims/" in target}
 
 
-def test_entry_and_doors_lie_out_of_the_way_and_nothing_else_is_handed_on(command, ground) -> None:
+def test_entry_and_doors_lie_out_of_the_way_and_nothing_else_is_handed_on(command, dgx) -> None:
     found = descriptors(command.run("run", "-n", 2, "--", "bash", "-c", LIST).stdout)
     entries = numbers_of_entries(found)
-    kept = {number for number, target in found.items() if target == str(ground.directory)}
+    kept = {number for number, target in found.items() if target == str(dgx.state_dir)}
     assert (len(entries), len(kept), min(entries | kept) >= 500) == (1, 1, True)
     doors = {number for number, target in found.items() if target.startswith("socket:") and number >= 500}
     assert len(doors) == 8  # of each GPU, of a part of it, and two for claims inside this one
@@ -96,7 +96,7 @@ def test_entry_and_doors_lie_out_of_the_way_and_nothing_else_is_handed_on(comman
 
 
 @pytest.mark.parametrize("limit", [16, 256, 505])
-def test_a_low_limit_of_descriptors(command, ground, limit: int) -> None:
+def test_a_low_limit_of_descriptors(command, dgx, limit: int) -> None:
     text = f"ulimit -n {limit}; exec {command.path} run -n 8 -- bash -c '{LIST}; exec 3>/dev/null 4>&1 5<&0'"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -130,9 +130,7 @@ def test_a_script_without_an_interpreter_line_runs_in_a_shell(command, tmp_path:
         ("bind", "foreign", 126, "Exec format error"),
     ],
 )
-def test_a_command_that_cannot_be_run(
-    command, ground, tmp_path: Path, verb: str, name: str, code: int, why: str
-) -> None:
+def test_a_command_that_cannot_be_run(command, dgx, tmp_path: Path, verb: str, name: str, code: int, why: str) -> None:
     """Without its interpreter, not there, or for another machine."""
     script(tmp_path / "orphan", "#!/no/such/interpreter\n")
     script(tmp_path / "foreign", "\x7fNOT\0\0\0\1" * 64)
@@ -142,14 +140,14 @@ def test_a_command_that_cannot_be_run(
     assert line.startswith(f"safe-gpu: ./{name}")
     assert line.endswith(why)
     assert not notes or verb == "bind"
-    assert ground.claimed() == []
+    assert dgx.claimed() == []
 
 
-def test_it_is_looked_for_before_anybody_queues(command, ground) -> None:
-    ground.hold(*range(8))
-    ground.directory.joinpath("queue").rmdir()
+def test_it_is_looked_for_before_anybody_queues(command, dgx) -> None:
+    dgx.hold(*range(8))
+    dgx.state_dir.joinpath("queue").rmdir()
     assert command.run("run", "--timeout", "inf", "--", "no-such-command").returncode == 127
-    assert not ground.directory.joinpath("queue").exists()
+    assert not dgx.state_dir.joinpath("queue").exists()
 
 
 @pytest.mark.parametrize(
@@ -181,20 +179,20 @@ def test_places_where_a_command_is_looked_for(
 # While it waits
 
 
-def waiting(command, ground, *arguments: object, verb: str = "run"):
+def waiting(command, dgx, *arguments: object, verb: str = "run"):
     """A process that has said that it waits, and its first line on stderr."""
     started = command.start(verb, *arguments, *(("--", "true") if verb == "run" else ()))
     return started, started.stderr.readline()
 
 
-def test_it_says_once_for_whom_it_waits(command, ground, eventually) -> None:
+def test_it_says_once_for_whom_it_waits(command, dgx, eventually) -> None:
     holder = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     assert holder.stdout.readline() == "up\n"
-    first, line = waiting(command, ground, "-n", 2)
+    first, line = waiting(command, dgx, "-n", 2)
     user = re.escape(USER)
     held = rf"GPU 0-7: {user} \(pid {holder.pid}\) for \d+ s\n"
     assert re.fullmatch(rf"safe-gpu: waiting 0:\d\d for 2 GPUs \(0 free\); {held}", line)
-    second, line = waiting(command, ground, "--for", "1h")
+    second, line = waiting(command, dgx, "--for", "1h")
     ahead = rf"{user} \(pid {first.pid}, wants 2 GPUs, queued for \d+ s\)"
     assert re.fullmatch(
         rf"safe-gpu: waiting 0:\d\d for 1 GPU \(0 free\), #2 in the queue; behind {ahead}; {held}", line
@@ -204,48 +202,51 @@ def test_it_says_once_for_whom_it_waits(command, ground, eventually) -> None:
         out, err = one.communicate(timeout=60)
         assert (out, one.returncode) == ("", 0)
         assert re.fullmatch(rf"safe-gpu: got {gpus}NVIDIA A100-SXM4-80GB, simulated\) after \d+ s\n", err)
-    eventually(lambda: ground.tickets() == [])
+    eventually(lambda: dgx.tickets() == [])
 
 
 @pytest.mark.parametrize(("verb", "name"), [*(("run", name) for name in ENDS), ("wait", "TERM")])
-def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, verb: str, name: str) -> None:
-    ground.hold(*range(8))
-    started, _ = waiting(command, ground, verb=verb)
-    behind, _ = waiting(command, ground, "--only", "0", "--for", "1h", verb=verb)
-    assert len(ground.tickets()) == 2
+def test_a_waiter_that_is_told_to_end_leaves_nothing(command, dgx, verb: str, name: str) -> None:
+    dgx.hold(*range(8))
+    started, _ = waiting(command, dgx, verb=verb)
+    behind, _ = waiting(command, dgx, "--only", "0", "--for", "1h", verb=verb)
+    assert len(dgx.tickets()) == 2
     for one in (started, behind):  # the head polls, the one behind sleeps
         one.send_signal(getattr(signal, f"SIG{name}"))
-        assert one.communicate(timeout=60) == ("", "")
+        out, err = one.communicate(timeout=60)
+        assert out == ""
+        told = err.splitlines()  # that the one behind has come to be the head
+        assert all(line.startswith("safe-gpu: waiting ") for line in told)
         assert one.returncode == ENDS[name]
-    assert ground.tickets() == []
+    assert dgx.tickets() == []
 
 
 @pytest.mark.parametrize(
     ("line", "heard", "said"), [("run -- echo x", False, "x\n"), ("wait", False, "0\n"), ("run -q -- true", True, "")]
 )
-def test_a_waiter_that_is_not_heard_or_says_nothing(command, ground, line: str, heard: bool, said: str) -> None:
+def test_a_waiter_that_is_not_heard_or_says_nothing(command, dgx, line: str, heard: bool, said: str) -> None:
     """The place in the queue is worth more than the news."""
-    ground.hold(*range(8))
+    dgx.hold(*range(8))
     reader, writer = os.pipe()
     os.close(reader)
     started = command.start(*line.split(), stderr=subprocess.PIPE if heard else writer)
     os.close(writer)
-    while not ground.tickets():
+    while not dgx.tickets():
         assert started.poll() is None
-    ground.let_go()
+    dgx.let_go()
     assert (*started.communicate(timeout=60), started.returncode) == (said, "" if heard else None, 0)
 
 
 # wait
 
 
-def test_wait_stands_in_the_queue_like_everybody(command, ground) -> None:
-    ground.hold(*range(1, 8))
+def test_wait_stands_in_the_queue_like_everybody(command, dgx) -> None:
+    dgx.hold(*range(1, 8))
     first = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     first.stderr.readline()
-    second, line = waiting(command, ground, verb="wait")
+    second, line = waiting(command, dgx, verb="wait")
     assert f"for 1 GPU (1 free, kept for the claim ahead), #2 in the queue; behind {USER} (pid {first.pid}, " in line
-    ground.let_go()
+    dgx.let_go()
     assert first.stdout.readline() == "up\n"
     assert second.poll() is None
     first.communicate("\n", timeout=60)
@@ -320,7 +321,7 @@ main(["run", "--", "true"])
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < (os.cpu_count() or 1), reason="needs all CPUs of the host")
-def test_an_undisturbed_run(ground: Any, child: Any, command: Any) -> None:
+def test_an_undisturbed_run(dgx: Any, child: Any, command: Any) -> None:
     command.run("run", "--", "true")  # the state directory is there by now
     own, others, locked = json.loads(child(RUN).hear())
     assert OTHER_ROOMS.isdisjoint(name.partition(".")[0] for name in own)

@@ -73,10 +73,10 @@ def test_no_way_leads_out_of_the_claim_around(command: Any) -> None:
 
 
 @needs_root
-def test_a_file_of_the_history_that_lost_its_mode(command: Any, ground: Any) -> None:
+def test_a_file_of_the_history_that_lost_its_mode(command: Any, dgx: Any) -> None:
     """Copied, or restored from a backup. It is not to be removed."""
     safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder()).release_gpus()
-    (path,) = Path(ground.directory, "history").glob("*.jsonl")
+    (path,) = Path(dgx.state_dir, "history").glob("*.jsonl")
     path.chmod(0o644)
     done = command.run("history")
     way_out = f"ask its owner {api.procfs.user_name(os.geteuid())} to give it mode 0666 again (chmod 666), or root"
@@ -89,7 +89,7 @@ def test_a_file_of_the_history_that_lost_its_mode(command: Any, ground: Any) -> 
     assert "chmod" not in command.run("history").stderr
 
 
-def test_a_client_of_containers_behind_sudo(command: Any, tmp_path: Path, ground: Any) -> None:
+def test_a_client_of_containers_behind_sudo(command: Any, tmp_path: Path, dgx: Any) -> None:
     """The way out goes by sudo too: without it the user may not start containers."""
     program(tmp_path / "sudo", 'test "$1" = -n && shift && SUDO=yes exec "$@"')
     program(tmp_path / "docker", 'test "$SUDO" = yes && shift 4 && exec "$@"')  # run -v A:B IMAGE ...

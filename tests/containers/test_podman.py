@@ -15,13 +15,13 @@ from support.claims import claim
 pytestmark = pytest.mark.container
 
 
-def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
+def test_a_claim_inside_holds_outside(podman, dgx, eventually) -> None:
     """By its entry alone: the container has a network of its own."""
     assert podman.claim(3) == "0,1,2"
-    assert ground.claimed() == [0, 1, 2]
+    assert dgx.claimed() == [0, 1, 2]
     with pytest.raises(api.NotEnoughGpusError) as refused:
         claim(6)
-    (entry,) = ground.claims()
+    (entry,) = dgx.claims()
     assert entry.pidns != api.procfs.pid_namespace()
     assert f"claimed by process {entry.pid} in a container" in str(refused.value)
 
@@ -35,10 +35,10 @@ def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
     with claim(5) as owner:
         assert owner.devices_taken == [3, 4, 5, 6, 7]
     podman.kill()
-    eventually(lambda: ground.claimed() == [])
+    eventually(lambda: dgx.claimed() == [])
 
 
-def test_a_claim_outside_holds_inside(podman, ground) -> None:
+def test_a_claim_outside_holds_inside(podman, dgx) -> None:
     with claim(5):
         refused = podman.safe_gpu("run", "-n", "4", "--timeout", "0", "--", "true")
         assert refused.returncode == 75
@@ -53,16 +53,16 @@ def test_a_claim_outside_holds_inside(podman, ground) -> None:
         assert inside.stderr == ""
 
 
-def test_two_containers(podman, ground) -> None:
+def test_two_containers(podman, dgx) -> None:
     assert podman.claim(5) == "0,1,2,3,4"
     refused = podman.safe_gpu("run", "-n", "4", "--timeout", "0", "--", "true")
     assert (refused.returncode, "in another container" in refused.stderr) == (75, True)
 
 
-def test_waiting_inside_for_a_claim_outside(podman, ground, eventually) -> None:
+def test_waiting_inside_for_a_claim_outside(podman, dgx, eventually) -> None:
     with claim(8):
         waiting = podman.start(sys.executable, "-m", "safe_gpu", "run", "--", "printenv", "CUDA_VISIBLE_DEVICES")
-        eventually(lambda: ground.tickets() != [])
+        eventually(lambda: dgx.tickets() != [])
         (waiter,) = api.gather().queue
         (entry,) = api.waiting_tickets()
         assert f"\nNSpid:\t{waiter.pid}\t{entry.pid}\n" in Path(f"/proc/{waiter.pid}/status").read_text()
@@ -70,16 +70,16 @@ def test_waiting_inside_for_a_claim_outside(podman, ground, eventually) -> None:
     assert waiting.communicate(timeout=60)[0] == "0\n"
 
 
-def test_a_detached_container_keeps_the_claim_of_run(command, podman, ground, eventually) -> None:
+def test_a_detached_container_keeps_the_claim_of_run(command, podman, dgx, eventually) -> None:
     """podman's monitor has inherited the descriptors."""
     options = ("-d", "--env=CUDA_VISIBLE_DEVICES", "--env=CUDA_DEVICE_ORDER")
     started = command.run("run", "-n", 2, "--", *podman.words("sleep", "600", options=options))
     assert (started.returncode, started.stderr) == (0, "")
-    assert ground.claimed() == [0, 1]
+    assert dgx.claimed() == [0, 1]
     with claim(6) as owner:
         assert owner.devices_taken == [2, 3, 4, 5, 6, 7]
     podman.kill()
-    eventually(lambda: ground.claimed() == [])
+    eventually(lambda: dgx.claimed() == [])
 
 
 def test_the_claim_of_run_reaches_into_the_container(command, podman) -> None:
@@ -89,7 +89,7 @@ def test_the_claim_of_run_reaches_into_the_container(command, podman) -> None:
     assert done.stdout.split() == ["4,6", "PCI_BUS_ID"]
 
 
-def test_a_container_without_the_state_directory(podman, ground) -> None:
+def test_a_container_without_the_state_directory(podman, dgx) -> None:
     with claim(1):
         alone = podman.safe_gpu("run", "--", "printenv", "CUDA_VISIBLE_DEVICES", mount=False)
         assert alone.stdout.strip() == "0", "twice: what the warning is about"
@@ -106,10 +106,10 @@ def test_doctor(podman, mount: bool) -> None:
     assert ("belongs to this container" in found["detail"]) == (not mount), found
 
 
-def test_gpus_by_their_cdi_names(command, podman, ground) -> None:
+def test_gpus_by_their_cdi_names(command, podman, dgx) -> None:
     spec = Path("/var/run/cdi/safe-gpu-test.json")
     devices = [
-        {"name": uuid, "containerEdits": {"env": [f"GPU_{index}={uuid}"]}} for index, uuid in enumerate(ground.uuids)
+        {"name": uuid, "containerEdits": {"env": [f"GPU_{index}={uuid}"]}} for index, uuid in enumerate(dgx.uuids)
     ]
     spec.parent.mkdir(exist_ok=True)
     spec.write_text(json.dumps({"cdiVersion": "0.5.0", "kind": "safe-gpu.test/gpu", "devices": devices}))
@@ -119,7 +119,7 @@ def test_gpus_by_their_cdi_names(command, podman, ground) -> None:
         shell = f"exec {' '.join(words).replace('DEVICES', devices)}"
         done = command.run("run", "-n", 2, "--only", "3,5", "--visible-as", "uuid", "--", "bash", "-c", shell)
         passed = sorted(line for line in done.stdout.splitlines() if line.startswith("GPU_"))
-        assert passed == [f"GPU_{index}={ground.uuids[index]}" for index in (3, 5)], done.stderr
+        assert passed == [f"GPU_{index}={dgx.uuids[index]}" for index in (3, 5)], done.stderr
     finally:
         spec.unlink()
 

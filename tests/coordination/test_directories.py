@@ -286,14 +286,14 @@ def clean(state_dir: Path) -> Callable[[], None]:
     return run
 
 
-def test_who_waits_keeps_cleaners_out(state_dir: Path, clean, ground, child, eventually) -> None:
-    ground.hold(*range(8))
+def test_who_waits_keeps_cleaners_out(state_dir: Path, clean, dgx, child, eventually) -> None:
+    dgx.hold(*range(8))
     waiter = child("import safe_gpu; safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=60); say('got it')")
-    eventually(lambda: len(ground.tickets()) == 1)
-    before = ground.tickets()
+    eventually(lambda: len(dgx.tickets()) == 1)
+    before = dgx.tickets()
     clean()
-    assert ground.tickets() == before
-    ground.let_go()
+    assert dgx.tickets() == before
+    dgx.let_go()
     assert waiter.hear() == "got it"
 
 

@@ -124,7 +124,7 @@ echo "training on GPU $CUDA_VISIBLE_DEVICES"
 _PROGRAMS["simulate"] = _PROGRAMS["train"].replace("training", "simulating")
 
 
-class Desk:
+class Workspace:
     """A directory with the programs that the examples start, a simulated host, and a shell."""
 
     def __init__(self, directory: Path, safe_gpu: Path) -> None:
@@ -191,31 +191,31 @@ def _end(process: Any) -> None:
 JOB = {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge", "SAFE_GPU_NB_GPUS": "2"}
 
 
-def _job(desk: Desk) -> None:
+def _job(workspace: Workspace) -> None:
     """Inside a batch job that asked for two GPUs."""
-    desk.environment.update(JOB)
+    workspace.environment.update(JOB)
 
 
-def _checkout(desk: Desk) -> None:
+def _checkout(workspace: Workspace) -> None:
     """Beside an environment that the first command of the first page has made."""
-    (desk.directory / ".venv" / "bin").mkdir(parents=True)
-    (desk.directory / ".venv" / "bin" / "activate").touch()
+    (workspace.directory / ".venv" / "bin").mkdir(parents=True)
+    (workspace.directory / ".venv" / "bin" / "activate").touch()
 
 
-def _busy(desk: Desk) -> None:
+def _busy(workspace: Workspace) -> None:
     """A host of eight GPUs: seven are claimed, four of them for a program that does not use them yet."""
     job = {name: value for name, value in JOB.items() if name != "SAFE_GPU_NB_GPUS"}
-    desk.background("python train.py 2", **job)
-    desk.background("safe-gpu run -n 4 -- ./simulate")
-    desk.background("python train.py")
+    workspace.background("python train.py 2", **job)
+    workspace.background("safe-gpu run -n 4 -- ./simulate")
+    workspace.background("python train.py")
 
 
-def _full(desk: Desk) -> None:
+def _full(workspace: Workspace) -> None:
     """A host whose eight GPUs are all claimed."""
-    desk.background("safe-gpu run -n 8 -- ./simulate")
+    workspace.background("safe-gpu run -n 8 -- ./simulate")
 
 
-def _month(desk: Desk) -> None:
+def _month(workspace: Workspace) -> None:
     """A host with eight GPUs that two users have used for three weeks."""
     uuids = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
     for number in range(60):
@@ -231,22 +231,22 @@ def _month(desk: Desk) -> None:
         assert api.history.append(told, time.time())
 
 
-SCENES: dict[str, Callable[[Desk], None]] = {
+SCENES: dict[str, Callable[[Workspace], None]] = {
     "in the checkout": _checkout,
     "in a job": _job,
     "busy": _busy,
     "full": _full,
     "a used host": _month,
-    "": lambda desk: None,
+    "": lambda workspace: None,
 }
 
 
 @pytest.fixture
-def desk(tmp_path: Path, command: Any) -> Iterator[Desk]:
-    """Where examples run; see :class:`Desk`."""
-    desk = Desk(tmp_path, command.path)
-    yield desk
-    desk.end()
+def workspace(tmp_path: Path, command: Any) -> Iterator[Workspace]:
+    """Where examples run; see :class:`Workspace`."""
+    workspace = Workspace(tmp_path, command.path)
+    yield workspace
+    workspace.end()
 
 
 # Comparing what is printed with what the pages say

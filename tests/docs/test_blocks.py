@@ -28,22 +28,22 @@ def test_every_block_says_what_it_is_and_code_can_be_read(block: Any) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_what_runs_prints_what_the_page_says(run_block: Any, desk: Any) -> None:
-    SCENES[run_block.about](desk)
-    printed = desk.python(run_block.text) if run_block.language == "python" else desk.shell(run_block.text)
+def test_what_runs_prints_what_the_page_says(run_block: Any, workspace: Any) -> None:
+    SCENES[run_block.about](workspace)
+    printed = workspace.python(run_block.text) if run_block.language == "python" else workspace.shell(run_block.text)
     if run_block.output is not None:
         assert same(printed, run_block.output, loosely=run_block.loosely), printed
 
 
-def test_what_takes_long_knows_all_its_options(long_block: Any, desk: Any) -> None:
-    said = desk.shell(f"{long_block.text.strip()} --no-such-option || test $? = 2")
+def test_what_takes_long_knows_all_its_options(long_block: Any, workspace: Any) -> None:
+    said = workspace.shell(f"{long_block.text.strip()} --no-such-option || test $? = 2")
     assert said.endswith(": error: unrecognized arguments: --no-such-option\n")
 
 
-def test_a_session_goes_as_the_page_says(session: Any, desk: Any) -> None:
-    SCENES[session.about](desk)
+def test_a_session_goes_as_the_page_says(session: Any, workspace: Any) -> None:
+    SCENES[session.about](workspace)
     script, steps = session_script(session.text)
-    printed = desk.shell(script).split(f"{MARK}\n")[1:]
+    printed = workspace.shell(script).split(f"{MARK}\n")[1:]
     for (command, expected), actual in zip(steps, printed, strict=True):
         assert same(actual, expected), f"$ {command}\n{actual}"
 

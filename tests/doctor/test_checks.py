@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import api
 from support.findings import ASK, UUIDS, environment, finding, in_namespace, says
-from support.ground import simulated_doors
+from support.state import simulated_doors
 from support.vendor_hosts import KfdHost
 
 import safe_gpu
@@ -301,9 +301,9 @@ def test_driver_pids_that_do_not_resolve(fake_gpus: Any, is_first: bool, monkeyp
         says("visible processes", "warning", "1 of 2 processes")
 
 
-def test_a_claim_in_another_state_directory(ground: Any) -> None:
+def test_a_claim_in_another_state_directory(dgx: Any) -> None:
     says("state directories of claims", "passed")
-    ground.hold(0)
+    dgx.hold(0)
     doors = simulated_doors()
     for uuid in UUIDS[1:3]:
         assert doors.take_whole(uuid, parts_here=())

@@ -71,7 +71,7 @@ def test_gpus_that_cannot_be_watched(fake_gpus: Any, host: dict[str, int], check
 
 @pytest.mark.parametrize("remover", ["", "claims"])
 @as_root
-def test_setup_takes_a_directory_back(open_tmp: Path, remover: str, ask: Any, monkeypatch: Any) -> None:
+def test_setup_takes_a_directory_back(open_tmp: Path, remover: str, run_here: Any, monkeypatch: Any) -> None:
     path = open_tmp / "state"
     monkeypatch.setattr(api.cli_setup, "RULE", str(open_tmp / "rule.conf"))
     monkeypatch.setenv("SAFE_GPU_DIR", str(path))
@@ -79,12 +79,12 @@ def test_setup_takes_a_directory_back(open_tmp: Path, remover: str, ask: Any, mo
     os.chown(path / remover, 54321, 54321)
     words = shlex.split(finding("state directory").fix.removeprefix("as root: "))
     assert words[:2] == ["safe-gpu", "setup"]
-    done = ask(*words[1:])
+    done = run_here(*words[1:])
     move = re.search(r"move this one away \((.*)\) and run (.*) again", done.stderr)
     assert move is not None, done.stderr
     subprocess.run(move[1], shell=True, check=True, timeout=60)
     assert shlex.split(move[2]) == words
-    assert ask(*words[1:]).returncode in (0, 1)  # 1: the line for root's file is left to do
+    assert run_here(*words[1:]).returncode in (0, 1)  # 1: the line for root's file is left to do
     assert finding("state directory").status == "passed"
 
 
@@ -96,8 +96,8 @@ def resumed(command: Any, fix: str) -> None:
 
 
 @as_root
-def test_drained_gpus_are_resumed(state_dir: Path, ask: Any, command: Any) -> None:
-    assert ask("drain", "3", "--reason", "a fan").returncode == 0
+def test_drained_gpus_are_resumed(state_dir: Path, run_here: Any, command: Any) -> None:
+    assert run_here("drain", "3", "--reason", "a fan").returncode == 0
     user = api.procfs.user_name(os.geteuid())
     fix = finding("GPUs in service").fix
     assert fix == f"as {user}: safe-gpu resume 3, when they may be claimed again"
@@ -106,12 +106,12 @@ def test_drained_gpus_are_resumed(state_dir: Path, ask: Any, command: Any) -> No
 
 
 @as_root
-def test_reserved_gpus_are_given_free(state_dir: Path, ask: Any, command: Any, monkeypatch: Any) -> None:
+def test_reserved_gpus_are_given_free(state_dir: Path, run_here: Any, command: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(api.closed.programs, "is_root", lambda: False)  # whom no reservation binds
-    assert ask("drain", "3", "--until", "23:59", "--for-user", "nobody", "--reason", "course").returncode == 0
+    assert run_here("drain", "3", "--until", "23:59", "--for-user", "nobody", "--reason", "course").returncode == 0
     found = finding("GPUs in service")
     assert found.fix == "safe-gpu resume 3 says how the reservation is cancelled"
-    way_out = re.search("to cancel that: safe-gpu (.*)\\)", ask("resume", "3").stderr)
+    way_out = re.search("to cancel that: safe-gpu (.*)\\)", run_here("resume", "3").stderr)
     assert way_out is not None
     assert command.run(*shlex.split(way_out[1])).returncode == 0
     assert finding("GPUs in service").status == "passed"

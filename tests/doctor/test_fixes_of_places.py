@@ -129,7 +129,7 @@ def test_a_directory_above_that_is_missing(open_tmp: Path, monkeypatch: pytest.M
 
 @as_root
 def test_a_directory_above_that_is_root_s(
-    open_tmp: Path, ask: Any, as_user: Any, monkeypatch: pytest.MonkeyPatch
+    open_tmp: Path, run_here: Any, as_user: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api.cli_setup, "RULE", str(open_tmp / "rule.conf"))
     path = open_tmp / "deep/down"
@@ -142,7 +142,7 @@ def test_a_directory_above_that_is_root_s(
 
     words = as_user(check, uid=4711).hear().partition("as root: safe-gpu ")
     assert words[0] == "failed "
-    assert ask(*shlex.split(words[2])).returncode in (0, 1)  # 1: the line for root's file is left to do
+    assert run_here(*shlex.split(words[2])).returncode in (0, 1)  # 1: the line for root's file is left to do
     assert as_user(check, uid=4711).hear() == "passed "
 
 
@@ -160,7 +160,7 @@ def test_lines_that_close_no_gpu_are_removed(state_dir: Path, command: Any) -> N
 
 
 @as_root
-def test_a_directory_with_too_many_names(state_dir: Path, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_with_too_many_names(state_dir: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """``setup`` makes a new one, once the old one has been moved away."""
     monkeypatch.setattr(api.cli_setup, "RULE", str(state_dir.parent / "rule.conf"))
     monkeypatch.setattr("safe_gpu.coordination.crowds.MANY", 20)
@@ -172,11 +172,11 @@ def test_a_directory_with_too_many_names(state_dir: Path, ask: Any, monkeypatch:
     assert found.status == "warning"
     way_out = re.search("; as root, while nobody waits: safe-gpu (.*)", found.fix)
     assert way_out is not None
-    done = ask(*shlex.split(way_out[1]))
+    done = run_here(*shlex.split(way_out[1]))
     move = re.search(r"move this one away \((.*)\) and run", done.stderr)
     if move is not None:
         shell(move[1])
-        done = ask(*shlex.split(way_out[1]))
+        done = run_here(*shlex.split(way_out[1]))
     assert done.returncode in (0, 1), done.stderr
     assert finding("entries").status == "passed"
 
@@ -246,12 +246,12 @@ say("claimed"); listen()
         api.variables.read_anew()
 
 
-def test_processes_beside_claims_are_started_with_run(ground: Any, command: Any, eventually: Any) -> None:
+def test_processes_beside_claims_are_started_with_run(dgx: Any, command: Any, eventually: Any) -> None:
     """Ended, and started again as a claim: on another GPU."""
     check = "processes beside claims"
-    ground.hold(0, uid=4711)
+    dgx.hold(0, uid=4711)
     stranger = subprocess.Popen(["sleep", "infinity"], start_new_session=True)
-    (context,) = ground.occupy(0, pid=stranger.pid)
+    (context,) = dgx.occupy(0, pid=stranger.pid)
     found = finding(check)
     assert found.status == "warning"
     assert found.fix.endswith("to end them, and to start them with safe-gpu run")
@@ -260,7 +260,7 @@ def test_processes_beside_claims_are_started_with_run(ground: Any, command: Any,
     stranger.wait()
     started = command.start("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; exec sleep 600")
     index = int(started.stdout.readline())
-    ground.occupy(index, pid=started.pid)
+    dgx.occupy(index, pid=started.pid)
     assert (finding(check).status, index != 0) == ("passed", True)
 
 

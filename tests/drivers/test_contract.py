@@ -24,8 +24,8 @@ MEMORY = 512 * MIB
 NOT_SUPPORTED = 3
 
 
-class Bench:
-    """A driver over some host, and the means to put processes on its GPUs."""
+class Host:
+    """A host of fake or simulated GPUs, its driver, and the means to put processes on its GPUs."""
 
     def __init__(self, name: str, fake_gpus: Any, mig: bool = False) -> None:
         self.fake_gpus = fake_gpus
@@ -47,10 +47,10 @@ class Bench:
 
 
 @pytest.fixture(params=["nvml", "nvidia-smi", "simulated"])
-def bench(request: pytest.FixtureRequest, fake_gpus: Any, fake_nvidia_smi: Any) -> Iterator[Bench]:
-    bench = Bench(request.param, fake_gpus)
-    yield bench
-    bench.driver.close()
+def host(request: pytest.FixtureRequest, fake_gpus: Any, fake_nvidia_smi: Any) -> Iterator[Host]:
+    host = Host(request.param, fake_gpus)
+    yield host
+    host.driver.close()
 
 
 def test_every_question_is_passed_on_by_a_driver_that_is_awaited() -> None:
@@ -66,8 +66,8 @@ def test_every_question_is_passed_on_by_a_driver_that_is_awaited() -> None:
         assert name in ("rest", "close") or answer is getattr(driver, name).return_value
 
 
-def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = bench.driver
+def test_an_idle_host(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = host.driver
     snapshot, runtime = driver.snapshot(), driver.runtime
     assert (snapshot.driver, bool(snapshot.driver_version)) == (driver.name, True)
     assert runtime.asks_library == (driver.host_topology() is None) == (not driver.name.startswith("simulated:"))
@@ -96,49 +96,49 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pid", [os.getpid(), HIDDEN], ids=["own", "hidden"])
-def test_a_process_shows_on_its_gpu_and_goes(bench: Bench, pid: int) -> None:
+def test_a_process_shows_on_its_gpu_and_goes(host: Host, pid: int) -> None:
     """A poll and the narrow question see the same, whatever the record said before."""
-    before = bench.driver.snapshot()
+    before = host.driver.snapshot()
     gpus = before.gpus
-    assert bench.driver.usage(gpus) == gpus
-    context = bench.occupy(gpus[1].uuid, pid)
-    during = bench.driver.snapshot().gpus
+    assert host.driver.usage(gpus) == gpus
+    context = host.occupy(gpus[1].uuid, pid)
+    during = host.driver.snapshot().gpus
     assert during[1].processes is not None
     assert [(process.pid, process.kind, process.memory_used) for process in during[1].processes] == [
         (pid, api.ProcessKind.COMPUTE, MEMORY)
     ]
     assert during[1].memory_used == (gpus[1].memory_used or 0) + MEMORY
     assert during[::2] == gpus[::2]
-    assert bench.driver.usage(gpus[1:2]) == during[1:2]
-    assert bench.driver.usage((gpus[2], gpus[1])) == (gpus[2], during[1]), "in the order of the question"
+    assert host.driver.usage(gpus[1:2]) == during[1:2]
+    assert host.driver.usage((gpus[2], gpus[1])) == (gpus[2], during[1]), "in the order of the question"
     context.close()
-    assert bench.driver.usage(during[1:2]) == gpus[1:2]
-    assert bench.driver.usage(()) == ()
-    assert bench.driver.snapshot() == before
+    assert host.driver.usage(during[1:2]) == gpus[1:2]
+    assert host.driver.usage(()) == ()
+    assert host.driver.snapshot() == before
 
 
-def test_a_device_that_is_not_there(bench: Bench) -> None:
-    here = bench.driver.snapshot().gpus[0]
+def test_a_device_that_is_not_there(host: Host) -> None:
+    here = host.driver.snapshot().gpus[0]
     stranger = api.Gpu(0, "GPU-stranger", "Ghost", here.pci_bus_id)
-    gone, same = bench.driver.usage((stranger, here))
+    gone, same = host.driver.usage((stranger, here))
     assert (gone.index, gone.uuid, gone.name, gone.lost, gone.processes) == (0, "GPU-stranger", "Ghost", True, None)
     assert gone.unusable
     assert gone.process_error
     assert same == here
-    assert bench.driver.snapshot().gpus[0] == here
+    assert host.driver.snapshot().gpus[0] == here
 
 
-def test_a_forked_child_may_ask(bench: Bench) -> None:
-    before = bench.driver.snapshot()
-    assert in_child(lambda: bench.driver.usage(before.gpus[:1]) == before.gpus[:1])
-    assert in_child(lambda: bench.driver.snapshot() == before)
-    assert bench.driver.usage(before.gpus[1:]) == before.gpus[1:]
-    assert bench.driver.snapshot() == before
+def test_a_forked_child_may_ask(host: Host) -> None:
+    before = host.driver.snapshot()
+    assert in_child(lambda: host.driver.usage(before.gpus[:1]) == before.gpus[:1])
+    assert in_child(lambda: host.driver.snapshot() == before)
+    assert host.driver.usage(before.gpus[1:]) == before.gpus[1:]
+    assert host.driver.snapshot() == before
 
 
 @pytest.mark.parametrize("name", ["nvml", "simulated"])
 def test_mig_instances_are_the_devices(fake_gpus: Any, name: str) -> None:
-    snapshot = Bench(name, fake_gpus, mig=True).driver.snapshot()
+    snapshot = Host(name, fake_gpus, mig=True).driver.snapshot()
     assert snapshot.needs_uuids
     parents = {gpu.uuid: gpu for gpu in snapshot.gpus if gpu.mig_enabled}
     assert {gpu.unusable for gpu in parents.values()} == {"MIG mode is on: claim one of its instances"}
@@ -164,7 +164,7 @@ def test_an_error_in_place_of_a_product_name_is_no_model(fake_gpus: Any, fake_nv
     """What was told before stays."""
     for said in NO_NAMES:
         for models, seen in ([said], [""]), (["NVIDIA H200", said], ["NVIDIA H200"] * 2):
-            driver = Bench(name, fake_gpus).driver
+            driver = Host(name, fake_gpus).driver
             for model, expected in zip(models, seen, strict=True):
                 told = html.escape(model) if name == "nvidia-smi" else model
                 fake_gpus.write({"name": "NVIDIA H200"}, {"name": told})
@@ -313,8 +313,8 @@ AMD = "GPU-00000000000000abc"[:20]
 
 
 @pytest.fixture
-def ask(fake_gpus: Any, fake_nvidia_smi: Any, driver_libraries: Any, tmp_path: Path, monkeypatch: Any) -> Any:
-    """``ask("8 GPUs, AMD", "each")``: names of the drivers and numbers of their GPUs, or the class and text of an
+def opened_on(fake_gpus: Any, fake_nvidia_smi: Any, driver_libraries: Any, tmp_path: Path, monkeypatch: Any) -> Any:
+    """``opened_on("AMD", "each")``: names of the drivers and numbers of their GPUs, or the class and text of an
     error, on a host with 8 NVIDIA GPUs unless words say otherwise.
 
     Of the host: ``AMD`` or ``graphics`` of a processor; ``empty`` or ``broken``, NVIDIA's driver; ``device``, its file
@@ -367,7 +367,7 @@ NOTHING = "library program"
 
 
 @pytest.mark.parametrize(
-    ("host", "asked", "expected"),
+    ("words", "asked", "expected"),
     [
         ("", "", NVML),
         ("module", "", SMI),
@@ -386,16 +386,16 @@ NOTHING = "library program"
         ("graphics", "each", [NVML]),
     ],
 )
-def test_which_driver_is_opened(ask: Any, host: str, asked: str, expected: list[Any]) -> None:
-    found = ask(host, asked)
+def test_which_driver_is_opened(opened_on: Any, words: str, asked: str, expected: list[Any]) -> None:
+    found = opened_on(words, asked)
     if str(expected[0]).endswith("Error"):
         found[1] = found[1][: len(expected[1])]
     assert found == expected
 
 
-def test_no_driver_at_all_names_the_way_out(ask: Any) -> None:
+def test_no_driver_at_all_names_the_way_out(opened_on: Any) -> None:
     for missing, words in (("library", "libnvidia-ml.so.1"), ("module", "nvidia-ml-py is not installed")):
-        error, message = ask(f"{missing} program")
+        error, message = opened_on(f"{missing} program")
         assert error == "NoDriverError"
         assert all(word in message for word in (words, "SAFE_GPU_DRIVER=simulated:dgx-a100"))
 

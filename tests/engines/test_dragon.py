@@ -179,7 +179,7 @@ def test_amd_gpus(dragon: Dragon, make_hosts: Any, dragon_python: str, build_lib
 
 @on_real_dragon
 def test_the_recipe_of_the_tutorial_inside_a_claim(
-    dragon_python: str, build_library: Callable[..., Path], ground: Any, tmp_path: Path
+    dragon_python: str, build_library: Callable[..., Path], dgx: Any, tmp_path: Path
 ) -> None:
     """On this very machine, as Dragon inherits the environment there: its GPUs are those of the claim."""
     program(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)

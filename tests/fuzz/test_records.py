@@ -239,7 +239,7 @@ BYTES = st.binary(max_size=80).map(lambda value: value.replace(b"\0", b",")) | s
 @given(st.dictionaries(st.sampled_from(SHOWN), BYTES, max_size=3))
 @example({b"CUDA_VISIBLE_DEVICES": TRICK.encode()})
 @example({b"CUDA_VISIBLE_DEVICES": b"0," * 60_000, b"SAFE_GPU_BOUND": DIGITS.encode()})
-def test_environments_of_others(ground: object, environment: dict[bytes, bytes]) -> None:
+def test_environments_of_others(dgx: object, environment: dict[bytes, bytes]) -> None:
     with subprocess.Popen(["/bin/cat"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         for gpu in (None, 0):
             with bounded(), refusing():
@@ -306,7 +306,7 @@ def test_jobs_and_ranks(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("visible", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SAFE_GPU_TIMEOUT"])
-def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, ground: Any, run: Any, caplog: Any) -> None:
+def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, dgx: Any, run: Any, caplog: Any) -> None:
     """It ends well or with an error of ours, and leaves no lease, whatever the variables say."""
 
     @with_examples(
@@ -334,7 +334,7 @@ def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, ground: 
             assert {name: os.environ.get(name) for name in set_before} == set_before
             for command in ("status", "status --json", "policy", "wait --timeout 0"):
                 run(command, *EXITS, own=True)
-        assert ground.claimed() == []
+        assert dgx.claimed() == []
 
     attack()
 
@@ -347,7 +347,7 @@ ELSEWHERE = (
 
 @pytest.mark.parametrize("variable", PATHS)
 def test_paths_that_name_anything(
-    variable: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, ground: Any, run: Any, caplog: Any
+    variable: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, dgx: Any, run: Any, caplog: Any
 ) -> None:
     """What lies there is not harmed, nothing is left outside, and a claim ends well or with an error of ours."""
     base = open_tmp / "base"
@@ -377,7 +377,7 @@ def test_paths_that_name_anything(
         assert os.listdir(empty) == []
 
     attack()
-    assert ground.claimed() == []
+    assert dgx.claimed() == []
 
 
 PROGRAM = """
@@ -455,9 +455,9 @@ def garbage(draw: Any, uuids: list[str]) -> tuple[Files, Files]:
     return dead, living
 
 
-def judge(run: Any, state_dir: Path, ground: Any, dead: Files, living: Files) -> None:
+def judge(run: Any, state_dir: Path, dgx: Any, dead: Files, living: Files) -> None:
     shutil.rmtree(state_dir, ignore_errors=True)
-    ground.hold(*range(HELD), uid=4711)
+    dgx.hold(*range(HELD), uid=4711)
     (state_dir / "history").mkdir(mode=0o1777, exist_ok=True)
     before, environment = open_files(), dict(os.environ)
     with contextlib.ExitStack() as living_entries:
@@ -482,13 +482,13 @@ def judge(run: Any, state_dir: Path, ground: Any, dead: Files, living: Files) ->
             pytest.fail("GPUs that a neighbour holds were taken")
     assert dict(os.environ) == environment
     assert open_files() <= before + 1
-    ground.let_go()
+    dgx.let_go()
     with safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
         pass
 
 
-def test_garbage_in_every_file(run: Any, state_dir: Path, ground: Any) -> None:
-    uuids, history = ground.uuids, f"history/{api.month_of(NOW)}.jsonl"
+def test_garbage_in_every_file(run: Any, state_dir: Path, dgx: Any) -> None:
+    uuids, history = dgx.uuids, f"history/{api.month_of(NOW)}.jsonl"
 
     def changed(document: dict[str, Any], **values: Any) -> bytes:
         return json.dumps({**document, **values}).encode()
@@ -508,6 +508,6 @@ def test_garbage_in_every_file(run: Any, state_dir: Path, ground: Any) -> None:
         [{f"faults/{uuids[7]}.0": changed(FAULT, error=TRICK * 99)}, {}],
     )
     def attack(files: tuple[Files, Files]) -> None:
-        judge(run, state_dir, ground, *files)
+        judge(run, state_dir, dgx, *files)
 
     attack()

@@ -41,15 +41,15 @@ def answer(*states: str, **more: Any) -> api.Answer:
     return api.read_answer(api.SshResult(0, json.dumps(status(*states, **more)), ""))
 
 
-def test_what_is_no_name_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_name_is_refused(run_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = " gpu1  anna@gpu2.example.org,gpu1 [::1] fe80::1%eth0 10.0.0.1 "
     assert api.host_names(names) == ("gpu1", "anna@gpu2.example.org", "[::1]", "fe80::1%eth0", "10.0.0.1")
     for name in ("-oProxyCommand=x", "anna@-x", "gpu\x1b[2J", "`id`@gpu1"):
         with pytest.raises(ValueError, match="is not the name of a host"):
             api.host_names(name)
-        assert ask("status", f"--host={name}").returncode == 2
+        assert run_here("status", f"--host={name}").returncode == 2
         monkeypatch.setenv("SAFE_GPU_HOSTS", name)
-        assert ask("status", "--all-hosts").returncode == 2
+        assert run_here("status", "--all-hosts").returncode == 2
 
 
 @pytest.fixture
@@ -99,16 +99,16 @@ def test_another_users_file_chooses_no_command(files: Any, tmp_path: Path) -> No
 
 
 def test_without_known_hosts_and_for_what_is_about_one_host_the_way_is_told(
-    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = ask("status", "--all-hosts")
+    done = run_here("status", "--all-hosts")
     assert (done.returncode, done.stdout) == (2, "")
     assert "SAFE_GPU_HOSTS=gpu1,gpu2" in done.stderr
     for words in (("--host", "gpu1", "--free"), ("--host", "gpu1", "--user", "anna"), ("--sort", "free")):
-        assert ask("status", *words).returncode == 2
+        assert run_here("status", *words).returncode == 2
     for words in (("--timeout", 5), ("-n", "job")):
-        assert ask("run", "--host", "gpu1", *words, "--", "true").returncode == 2
+        assert run_here("run", "--host", "gpu1", *words, "--", "true").returncode == 2
 
 
 WORDS = ["a b", "it's", '!x !! \\! $HOME `id` "q"', "\\", "\\\\n\\'", "", "*?[x]~ #;&|<>(){}^%", "é", "-n"]
@@ -158,13 +158,13 @@ def test_why_there_are_no_figures(code: int, out: str, err: str, told: str) -> N
 
 
 @pytest.mark.parametrize("banner", ["", "Welcome to gpu3\n", 'no line break, and a brace {"schema": 1}'])
-def test_login_files_may_print(banner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+def test_login_files_may_print(banner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here: Any) -> None:
     """A shell runs what ssh is given, behind what its login files print, and so do two commands of ``-v``."""
     document = json.dumps(status("free", "claimed"))
     program(tmp_path / "ssh", f'printf %s {shlex.quote(banner)}; for last; do :; done; eval "$last"')
     program(tmp_path / "safe-gpu", f'case "$*" in *--json) echo {shlex.quote(document)} ;; *) echo its own table; esac')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    done = ask("status", "--host", "gpu3", "-v")
+    done = run_here("status", "--host", "gpu3", "-v")
     assert (done.returncode, lines_of(done.stdout)["gpu3"]) == (0, "1 of 2 NVIDIA L4 anna 1")
     assert done.stdout.endswith("gpu3:\nits own table\n")
 
@@ -223,27 +223,27 @@ def lines_of(text: str) -> dict[str, str]:
     return {name: " ".join(rest.split()) for name, _, rest in rows if name.startswith("gpu")}
 
 
-def test_a_line_for_each_host(hosts: Any, remote: Any, hold: Any, ask: Any) -> None:
+def test_a_line_for_each_host(hosts: Any, remote: Any, hold: Any, run_here: Any) -> None:
     hosts.up("gpu1", as_well="gpu1-ib")
     hosts.up("gpu2", env=LAPTOP)
     hold("gpu1", 3)
     waiter = remote("gpu1", "run", "-n", 8, "--", "true")
     assert "waiting" in waiter.stderr.readline()
-    done = ask("status", "--host", "gpu2,gpu1")
+    done = run_here("status", "--host", "gpu2,gpu1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == "6 of 9 GPUs free on 2 of 2 hosts, 1 waiting"
     rows = lines_of(done.stdout)
     assert list(rows) == ["gpu2", "gpu1"]
     assert rows["gpu1"].startswith("5 of 8 NVIDIA A100-SXM4-80GB 1 ")
     assert rows["gpu1"].endswith(f" {USER} 3")
-    assert list(lines_of(ask("status", "--host", "gpu2 gpu1", "--sort", "free").stdout)) == ["gpu1", "gpu2"]
-    verbose = ask("status", "--host", "gpu1", "-v").stdout
+    assert list(lines_of(run_here("status", "--host", "gpu2 gpu1", "--sort", "free").stdout)) == ["gpu1", "gpu2"]
+    verbose = run_here("status", "--host", "gpu1", "-v").stdout
     assert "\ngpu1:\n" in verbose
     assert "Waiting, first come first served:" in verbose
-    both = ask("status", "--host", "gpu1,gpu1-ib").stdout
+    both = run_here("status", "--host", "gpu1,gpu1-ib").stdout
     assert both.startswith("5 of 8 GPUs free on 1 of 1 host, 1 waiting\n")
     assert lines_of(both)["gpu1-ib"] == "the same host as gpu1"
-    document = json.loads(ask("status", "--host", "gpu1,gpu1-ib", "--json").stdout)
+    document = json.loads(run_here("status", "--host", "gpu1,gpu1-ib", "--json").stdout)
     assert [list(one) for one in document["hosts"].values()] == [["status"], ["status", "same_as"]]
     assert document["hosts"]["gpu1"]["status"]["queue"][0]["nb_gpus"] == 8
 
@@ -268,7 +268,7 @@ UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_each_unusual_host_has_its_reason(hosts: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_unusual_host_has_its_reason(hosts: Any, run_here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api.hosts, "SECONDS", 8.0)
     for name, (how, _) in UNUSUAL.items():
         hosts.up(name, **how)
@@ -276,36 +276,36 @@ def test_each_unusual_host_has_its_reason(hosts: Any, ask: Any, monkeypatch: pyt
     reasons = {"gpu-down": "ssh: connect to host 127.0.0.1 port *Connection refused"}
     reasons |= {name: reason for name, (_, reason) in UNUSUAL.items()}
     monkeypatch.setenv("COLUMNS", "400")
-    done = ask("status", "--host", ",".join(reasons))
+    done = run_here("status", "--host", ",".join(reasons))
     assert done.returncode == 1
     found = lines_of(done.stdout)
     for name, reason in reasons.items():
         assert fnmatchcase(found[name], f"{reason}*".replace("[", "[[]")), name
     assert "\x1b" not in done.stdout
     monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, ask("status", "--host", "gpu1,gpu-bare").stdout.splitlines())) <= 60
-    assert ask("status", "--host", "gpu-down,gpu-refusing").returncode == 68
-    errors = json.loads(ask("status", "--json", "--host", "gpu1,gpu-down").stdout)["hosts"]
+    assert max(map(len, run_here("status", "--host", "gpu1,gpu-bare").stdout.splitlines())) <= 60
+    assert run_here("status", "--host", "gpu-down,gpu-refusing").returncode == 68
+    errors = json.loads(run_here("status", "--json", "--host", "gpu1,gpu-down").stdout)["hosts"]
     assert [list(one) for one in errors.values()] == [["status"], ["error"]]
 
 
-def test_the_hosts_and_the_command_of_a_users_file(hosts: Any, ask: Any, tmp_path: Path) -> None:
+def test_the_hosts_and_the_command_of_a_users_file(hosts: Any, run_here: Any, tmp_path: Path) -> None:
     hosts.up("gpu1", env={"PATH": "/usr/bin:/bin"})
     file = tmp_path / ".config" / "safe-gpu" / "config.ini"
     file.parent.mkdir(parents=True)
     there = hosts.directory / "remote" / "safe-gpu"
     file.write_text(f"[host]\nhosts = gpu1\nremote_command = env PATH=/usr/bin:/bin {there}\n")
     file.chmod(0o644)
-    assert lines_of(ask("status", "--all-hosts").stdout)["gpu1"].startswith("8 of 8 ")
+    assert lines_of(run_here("status", "--all-hosts").stdout)["gpu1"].startswith("8 of 8 ")
 
 
-def test_a_control_master_stays_and_is_not_waited_for(hosts: Any, ask: Any) -> None:
+def test_a_control_master_stays_and_is_not_waited_for(hosts: Any, run_here: Any) -> None:
     hosts.up("gpu1")
     master = f"ControlPath {hosts.directory}/%h-%p\n  ControlMaster auto\n  ControlPersist 60"
     hosts.config.write_text(hosts.config.read_text().replace("ControlPath none", master))
     try:
         for _ in range(2):
-            assert lines_of(ask("status", "--host", "gpu1").stdout)["gpu1"].startswith("8 of 8 ")
+            assert lines_of(run_here("status", "--host", "gpu1").stdout)["gpu1"].startswith("8 of 8 ")
     finally:
         assert subprocess.run(["ssh", "-O", "exit", "gpu1"], capture_output=True, timeout=30).returncode == 0
 
@@ -513,7 +513,7 @@ def test_the_first_that_claims(command: Any, there: Path, words: tuple[object, .
     assert not any(map(os.path.exists, (there / "made").read_text().split())), "a directory was left behind"
 
 
-def test_what_comes_late_on_a_broken_connection_runs_nothing(command: Any, there: Path, ground: Any) -> None:
+def test_what_comes_late_on_a_broken_connection_runs_nothing(command: Any, there: Path, dgx: Any) -> None:
     """The first host is asked to give up, and only then the next one is tried."""
     (there / "breaks-a").touch()
     done = command.run("run", "--host", "a,b", "--", "sh", "-c", 'echo "${SAFE_GPU_DIR##*-}"')
@@ -522,7 +522,7 @@ def test_what_comes_late_on_a_broken_connection_runs_nothing(command: Any, there
     late = command.run("run", "--pending", pending, "--", "echo", "ran")
     assert (late.returncode, late.stdout) == (2, "")
     assert "run --host has ended its ssh" in late.stderr
-    assert ground.claimed() == []
+    assert dgx.claimed() == []
     os.mkdir(pending)
     assert command.run("run", "--pending", pending, "--", "echo", "ran").stdout == "ran\n"
     assert not os.path.exists(pending)

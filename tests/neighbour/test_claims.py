@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
-from support.ground import simulated_doors
+from support.state import simulated_doors
 
 import safe_gpu
 
@@ -62,17 +62,17 @@ def forged(entry_of: Any, gpu: str, token: str, number: int = 1) -> Iterator[Non
     doors.release()
 
 
-def test_a_forged_entry_does_not_lure_anybody_into_a_claim(entry_of: Any, attempt: Any, ground: Any) -> None:
+def test_a_forged_entry_does_not_lure_anybody_into_a_claim(entry_of: Any, attempt: Any, dgx: Any) -> None:
     token = "0123456789abcdef"
-    with forged(entry_of, ground.uuids[3], token):
+    with forged(entry_of, dgx.uuids[3], token):
         assert attempt(VICTIM, token) == "[2]", "outside, beside GPU 3, which somebody else has"
 
 
 @pytest.mark.parametrize("number", [1, 999])
-def test_a_forged_entry_adds_no_gpu_to_a_claim(victim, entry_of, attempt, ground, number: int) -> None:
+def test_a_forged_entry_adds_no_gpu_to_a_claim(victim, entry_of, attempt, dgx, number: int) -> None:
     """The hash is public. Of two claims that say it the victim's own counts, whichever has the lower number."""
     token = victim(1)
-    with forged(entry_of, ground.uuids[5], token, number):
+    with forged(entry_of, dgx.uuids[5], token, number):
         assert attempt(VICTIM, token) == "[0]"
         assert "which can give 0 of its 1" in attempt(VICTIM, token, only=5)
 
@@ -97,12 +97,12 @@ def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(victim, attempt,
     ("said", "room"), [(-60 * GIB, 0), ("x", 0), (GIB, 19), (60 * GIB, 0), (1 << 60, 0), (1 << 61, 0), (None, 0)]
 )
 def test_what_a_neighbour_says_of_its_share_overbooks_no_gpu_and_charges_no_limit(
-    rules: Any, user: Any, entry_of: Any, ground: Any, said: object, room: int
+    rules: Any, user: Any, entry_of: Any, dgx: Any, said: object, room: int
 ) -> None:
     """It takes of the room that is left at most; what is no share is all of it."""
     rules("[default]\nmax_gpus = 1")
     assert user(VICTIM, share="60GiB", only=0).hear() == "[0]"
-    entry_of(THIEF, {"gpus": {ground.uuids[0]: said}, "parts": {ground.uuids[0]: 0}, "uid": VICTIM, "pid": 1})
+    entry_of(THIEF, {"gpus": {dgx.uuids[0]: said}, "parts": {dgx.uuids[0]: 0}, "uid": VICTIM, "pid": 1})
     assert "NotEnoughGpusError" in user(OTHER, share=f"{room + 1}GiB", only=0).hear()
     if room:
         assert user(OTHER, share=f"{room}GiB", only=0).hear() == "[0]"
@@ -110,32 +110,32 @@ def test_what_a_neighbour_says_of_its_share_overbooks_no_gpu_and_charges_no_limi
     assert user(VICTIM, share="20GiB", only=1).hear() == "[1]"
 
 
-def test_who_says_display_is_at_its_limit_as_anybody(rules: Any, user: Any, entry_of: Any, ground: Any) -> None:
+def test_who_says_display_is_at_its_limit_as_anybody(rules: Any, user: Any, entry_of: Any, dgx: Any) -> None:
     """On a host whose GPUs nobody shares by their display."""
     rules("[default]\nmax_gpus = 1")
-    entry_of(VICTIM, {"gpus": {ground.uuids[0]: None}, "display": True})
+    entry_of(VICTIM, {"gpus": {dgx.uuids[0]: None}, "display": True})
     assert "you hold 1 of your 1 GPU" in user(VICTIM, only=1).hear()
     assert user(OTHER, only=1).hear() == "[1]"
 
 
-def test_a_share_that_rounds_to_nothing_is_at_the_limit_of_its_user(rules: Any, user: Any, entry_of, ground) -> None:
+def test_a_share_that_rounds_to_nothing_is_at_the_limit_of_its_user(rules: Any, user: Any, entry_of, dgx) -> None:
     """Its ticket stands first, and is passed."""
     rules(f"[default]\nmax_gpus = 2\n[user {THIEF}]\nmax_gpus = 0")
     process = {"pid": os.getpid(), "start": api.procfs.start_time(os.getpid()), "pidns": api.procfs.pid_namespace()}
-    entry_of(THIEF, {"nb_gpus": 1, "gpus": [*ground.uuids], "share": 1, **process}, part="queue")
+    entry_of(THIEF, {"nb_gpus": 1, "gpus": [*dgx.uuids], "share": 1, **process}, part="queue")
     assert user(VICTIM, 2, timeout=20).hear() == "[0, 1]"
 
 
 @pytest.mark.parametrize("wanted", [{}, {"share": "30GiB"}])
 def test_a_neighbour_does_not_vouch_for_a_part_of_another_state_directory(
-    state_dir: Path, user: Any, entry_of: Any, ground: Any, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str]
+    state_dir: Path, user: Any, entry_of: Any, dgx: Any, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str]
 ) -> None:
     """Of two claims of a neighbour one is inside the other, so it takes no room, and says that it has that part."""
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(state_dir / "simulated"))
     other = {"SAFE_GPU_DIR": str(state_dir.parent / "other")}
     assert user(VICTIM, share="60GiB", before=lambda: os.environ.update(other)).hear() == "[0]"
     entry_of(THIEF, {"gpus": {}, "token": "t"})
-    entry_of(THIEF, {"gpus": {ground.uuids[0]: None}, "inside": "t", "parts": {ground.uuids[0]: 0}})
+    entry_of(THIEF, {"gpus": {dgx.uuids[0]: None}, "inside": "t", "parts": {dgx.uuids[0]: 0}})
     with claim(1, **wanted) as owner:
         assert owner.devices_taken == [1]
 
@@ -143,12 +143,12 @@ def test_a_neighbour_does_not_vouch_for_a_part_of_another_state_directory(
 @pytest.mark.parametrize("wanted", [{}, {"share": "1GiB"}], ids=["whole", "share"])
 @pytest.mark.parametrize("part", [None, 0, 31])
 def test_a_gpu_behind_a_door_of_nobody_here_is_taken_elsewhere(
-    state_dir: Path, as_user: Any, ground: Any, wanted: dict[str, str], part: int | None
+    state_dir: Path, as_user: Any, dgx: Any, wanted: dict[str, str], part: int | None
 ) -> None:
     """A neighbour may hold a GPU so, as another state directory does. Claims take others, and name no user of it."""
 
     def bind(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        doors, uuid = simulated_doors(), ground.uuids[0]
+        doors, uuid = simulated_doors(), dgx.uuids[0]
         say(doors.take_whole(uuid, ()) if part is None else doors.take_share(uuid, {*range(part)}))
         listen()
 
@@ -191,9 +191,9 @@ def test_a_claim_counts_for_the_effective_user(limit: None, user: Any) -> None:
     assert granted(user(VICTIM, 2)) == 2
 
 
-def test_users_whom_this_namespace_does_not_know_share_no_limit(limit: None, user, ground, monkeypatch) -> None:
+def test_users_whom_this_namespace_does_not_know_share_no_limit(limit: None, user, dgx, monkeypatch) -> None:
     """They all look like one user, who is nobody."""
-    ground.hold(0, 1, uid=OTHER)
+    dgx.hold(0, 1, uid=OTHER)
     monkeypatch.setattr(api.procfs, "is_unknown_user", lambda uid: uid == OTHER)
     assert granted(user(OTHER, 2)) == 2
 
@@ -216,13 +216,13 @@ def seen(as_user: Any) -> Callable[[int], list[Any]]:
 
 
 @pytest.mark.parametrize("start", ["right", "of another process", "none"])
-def test_an_entry_that_names_a_living_process_of_somebody_else(state_dir, as_user, ground, seen, start: str) -> None:
+def test_an_entry_that_names_a_living_process_of_somebody_else(state_dir, as_user, dgx, seen, start: str) -> None:
     """Its number is that of an innocent process now, whether its start fits or not."""
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
     began = api.procfs.start_time(victim.pid) or 0
     when = {"right": began, "of another process": began + 1, "none": None}[start]
     said = {"user": "4711", "job": "sge:1", **({} if when is None else {"start": when})}
-    ground.hold(0, uid=THIEF, pid=victim.pid, **said)
+    dgx.hold(0, uid=THIEF, pid=victim.pid, **said)
     pid, user, uid, job, refusal = seen(OTHER)
     assert (pid, user, uid, job) == (None, "4713", THIEF, "sge:1")
     assert "4713" in refusal
@@ -241,14 +241,14 @@ def test_a_child_that_outlives_its_parent(state_dir: Path, rules: Any, user: Any
         listen()
 
     gone = as_user(leave, uid=THIEF)
-    heir = int(gone.hear())
+    orphan = int(gone.hear())
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
     try:
-        for uid, pid in ((OTHER, None), (THIEF, heir), (0, heir)):
+        for uid, pid in ((OTHER, None), (THIEF, orphan), (0, orphan)):
             with next((state_dir / "claims").iterdir()).open():  # who only has it open does not hold it
                 *told, _, refusal = seen(uid)
             assert told == [pid, "4713", THIEF]
-            holder = f"process {heir}, which" if pid else "a process that"
+            holder = f"process {orphan}, which" if pid else "a process that"
             assert f"{holder} process {gone.pid} left behind (4713" in refusal
         rules("[default]\nmax_gpus = 8")
         assert "you hold 8 of your 8 GPUs" in user(THIEF).hear()

@@ -17,9 +17,9 @@ import pytest
 from support import api
 from support.claims import claim
 from support.costs import CASES, Case, Cost, Crowd, measuring
-from support.ground import write_for_all
 from support.processes import PACKAGE_ROOT
 from support.real import long
+from support.state import write_for_all
 
 NEIGHBOUR, VICTIM, THIRD = 4711, 4712, 4713
 MOST = 64  # MiB beyond a bare interpreter
@@ -43,16 +43,16 @@ COMMANDS: dict[tuple[object, ...], tuple[int, ...]] = {
 
 
 @pytest.fixture
-def used(state_dir: Path, ground: Any) -> Path:
+def used(state_dir: Path, dgx: Any) -> Path:
     """A state directory where each GPU was claimed once."""
     claim(8).release_gpus()
     return state_dir
 
 
 @pytest.fixture
-def check(cost: Callable[..., Any], used: Path, ground: Any) -> Callable[..., None]:
+def check(cost: Callable[..., Any], used: Path, dgx: Any) -> Callable[..., None]:
     """Run every command, or one that is to end with one of these codes, while GPU 0 is claimed."""
-    ground.hold(0)
+    dgx.hold(0)
 
     def run(commands: dict[tuple[object, ...], tuple[int, ...]] = COMMANDS) -> None:
         for command, codes in commands.items():
@@ -76,13 +76,13 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", ["lease", *(pytest.param(kind, marks=long) for kind in [*KINDS][1:])])
 @pytest.mark.parametrize("where", ["host.lock", "others"])
-def test_other_kinds_of_files(used: Path, ground: Any, check: Any, file_lease: Any, where: str, kind: str) -> None:
+def test_other_kinds_of_files(used: Path, dgx: Any, check: Any, file_lease: Any, where: str, kind: str) -> None:
     precious = used.with_name("precious")
     precious.write_text("precious")
     (used / "faults").mkdir()
     (used / "faults").chmod(0o1777)
     entry = f"1.{'0' * 16}"
-    others = [used / name for name in (f"claims/{entry}", f"faults/{ground.uuids[2]}.4711", f"queue/{entry}")]
+    others = [used / name for name in (f"claims/{entry}", f"faults/{dgx.uuids[2]}.4711", f"queue/{entry}")]
     others += (used / "history").glob("*.jsonl")
     for path in [used / "host.lock"] if where == "host.lock" else others:
         path.unlink(missing_ok=True)
@@ -94,11 +94,11 @@ def test_other_kinds_of_files(used: Path, ground: Any, check: Any, file_lease: A
     assert precious.read_text() == "precious"
 
 
-def test_a_wide_process(used: Path, ground: Any, entry_of: Any, check: Any, wide: int) -> None:
+def test_a_wide_process(used: Path, dgx: Any, entry_of: Any, check: Any, wide: int) -> None:
     """It is in a claim, in a ticket and on a GPU."""
-    ground.hold(2, pid=wide)
-    ground.occupy(1, pid=wide)
-    entry_of(NEIGHBOUR, {"pid": wide, "nb_gpus": 8, "gpus": ground.uuids[5:6]}, part="queue")
+    dgx.hold(2, pid=wide)
+    dgx.occupy(1, pid=wide)
+    entry_of(NEIGHBOUR, {"pid": wide, "nb_gpus": 8, "gpus": dgx.uuids[5:6]}, part="queue")
     check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})
 
 
@@ -151,9 +151,9 @@ def said(part: str, uuids: list[str]) -> bytes:
 
 @needs_root
 @pytest.mark.parametrize("part", ["claims", pytest.param("queue", marks=long)])
-def test_many_names_cost_little_under_host_lock(used: Path, ground: Any, as_user: Any, part: str) -> None:
+def test_many_names_cost_little_under_host_lock(used: Path, dgx: Any, as_user: Any, part: str) -> None:
     """Dead entries for all GPUs, and nonsense. They are read before, and only their names are listed under it."""
-    fill(used / part, [said(part, ground.uuids), b"{", b"x" * 60_000], MANY)
+    fill(used / part, [said(part, dgx.uuids), b"{", b"x" * 60_000], MANY)
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -189,24 +189,24 @@ def make(used: Path) -> Iterator[Callable[..., tuple[Path, api.Held]]]:
 
 
 def test_no_living_claim_is_left_out_however_many_a_user_has_and_few_are_asked_again(
-    used: Path, ground: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+    used: Path, dgx: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under host.lock whoever lived a moment before is taken to live."""
     monkeypatch.setattr("safe_gpu.claim.attempt.MOST_RECHECKED", 5)
     monkeypatch.setattr(api.Entries, "may_be_many", True)
     for number in range(1, 201):
-        make("claims", number, gpus={ground.uuids[0]: None})
-    make("claims", 300, VICTIM, gpus={ground.uuids[1]: None})
+        make("claims", number, gpus={dgx.uuids[0]: None})
+    make("claims", 300, VICTIM, gpus={dgx.uuids[1]: None})
     taken = watch_locked(monkeypatch)
     with claim() as owner:
         assert owner.devices_taken == [2]
     assert [opened for _, opened in taken] == [5]
 
 
-def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: Any, as_user: Any) -> None:
+def test_what_another_user_left_is_not_touched(used: Path, dgx: Any, make: Any, as_user: Any) -> None:
     paths = []
     for part in ("claims", "queue"):
-        path, held = make(part, 1, **json.loads(said(part, ground.uuids)))
+        path, held = make(part, 1, **json.loads(said(part, dgx.uuids)))
         held.release()
         paths.append((path, path.stat()))
 
@@ -296,7 +296,7 @@ def very_many_names(crowd: Crowd) -> None:
 @pytest.mark.parametrize(
     "make", [unreadable_file, large_file, dead_names, living_names, pytest.param(very_many_names, marks=long)]
 )
-def test_no_file_of_one_user_refuses_the_claims_of_another(state_dir: Path, ground: Any, user: Any, make: Any) -> None:
+def test_no_file_of_one_user_refuses_the_claims_of_another(state_dir: Path, dgx: Any, user: Any, make: Any) -> None:
     crowd = Crowd(state_dir)
     make(crowd)
     holder = user(VICTIM, 8)
@@ -318,14 +318,14 @@ def why_refused(say: Callable[[object], None], listen: Callable[[], str]) -> Non
 @pytest.mark.parametrize("part", ["claims", "queue"])
 @pytest.mark.parametrize("when", ["before", "under host.lock"])
 def test_who_has_as_many_files_as_count_is_refused_and_told_why(
-    used: Path, ground: Any, make: Any, as_user: Any, monkeypatch: pytest.MonkeyPatch, part: str, when: str
+    used: Path, dgx: Any, make: Any, as_user: Any, monkeypatch: pytest.MonkeyPatch, part: str, when: str
 ) -> None:
     """Nobody would see a further claim of his. Others claim, and he does when some of his have ended."""
     monkeypatch.setattr(api.listing, "MOST_FILES", 3)
     if when != "before":
         monkeypatch.setattr(api.Entries, "make_room", lambda entries: None)  # other processes of his come meanwhile
         if part == "queue":
-            ground.hold(*range(8))
+            dgx.hold(*range(8))
     said = {"gpus": ["made-up"], "nb_gpus": 1} if part == "queue" else {"gpus": {"made-up": None}}
     made = [make(part, number, **said)[1] for number in range(1, 4)]
     told = as_user(why_refused, uid=NEIGHBOUR).hear()

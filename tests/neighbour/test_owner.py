@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
-from support.ground import locked_host
 from support.processes import own_network
+from support.state import locked_host
 
 from .conftest import exchange
 
@@ -82,7 +82,7 @@ CALLS = {"claims": 5, "queue": 5, "history": 5, "host.lock": 2, "entry": 4}
 @needs_root
 @pytest.mark.parametrize(("part", "place"), [(part, n + 1) for part, most in CALLS.items() for n in range(most)])
 def test_what_is_being_made_is_no_way_to_another_file(
-    owned: Path, victim: Path, ground: Any, monkeypatch: pytest.MonkeyPatch, part: str, place: int
+    owned: Path, victim: Path, dgx: Any, monkeypatch: pytest.MonkeyPatch, part: str, place: int
 ) -> None:
     if part == "entry":
         calls = exchange_after(place, owned / "claims", "." + "[0-9a-f]" * 16, victim, monkeypatch)
@@ -143,7 +143,7 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
 @needs_root
 @pytest.mark.parametrize("owner", [OWNER, 0])
 @pytest.mark.parametrize("name", ["host.lock", "claims/1.{zeros}", "history/{month}.jsonl", "queue/1.{zeros}"])
-def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, ground, name: str, owner: int) -> None:
+def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, dgx, name: str, owner: int) -> None:
     """Also in a directory of root's: who owns the directory in which root has made a file may move it away. At most
     that name of it is removed, as that of an entry of root's that is dead."""
     place = owned / name.format(zeros="0" * 16, month=api.history.month_of(time.time()))
@@ -166,7 +166,7 @@ def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, gr
 @needs_root
 @pytest.mark.parametrize("sees_devices", [True, False])
 def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
-    owned: Path, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sees_devices: bool
+    owned: Path, dgx: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sees_devices: bool
 ) -> None:
     monkeypatch.setattr(api.checks, "given_doubts", set())
     if sees_devices:
@@ -182,7 +182,7 @@ def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
 
 
 @pytest.mark.parametrize("look", ["status", "status --prometheus", "doctor", "history", "policy"])
-def test_who_looks_makes_nothing(state_dir: Path, ground: Any, command: Any, look: str) -> None:
+def test_who_looks_makes_nothing(state_dir: Path, dgx: Any, command: Any, look: str) -> None:
     assert command.run(*look.split()).returncode in (0, 1)
     assert not state_dir.exists()
     state_dir.mkdir(mode=0o755)
@@ -208,12 +208,12 @@ UUIDS = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
 class Host:
     """A host whose state directory is ``path``; ``run`` is ``safe-gpu setup`` for it."""
 
-    def __init__(self, place: Path, ask: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-        self.place, self.path, self._ask = place, place / "state", ask
+    def __init__(self, place: Path, run_here: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+        self.place, self.path, self._run_here = place, place / "state", run_here
         self.config, self.rule = place / "etc" / "config.ini", place / "rules" / "safe-gpu.conf"
 
     def run(self, *options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-        return self._ask("setup", "--state-dir", path or self.path, *options)
+        return self._run_here("setup", "--state-dir", path or self.path, *options)
 
     def done(self, *options: str) -> list[str]:
         """The lines of a run that leaves nothing to do."""
@@ -228,10 +228,10 @@ class Host:
 
 
 @pytest.fixture
-def host(open_tmp: Path, state_dir: Path, ask: Any, monkeypatch: pytest.MonkeyPatch) -> Host:
+def host(open_tmp: Path, state_dir: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch) -> Host:
     if os.geteuid():
         pytest.skip("needs root, whose directory it is")
-    host = Host(open_tmp, ask)
+    host = Host(open_tmp, run_here)
     monkeypatch.setenv("SAFE_GPU_POLICY", str(host.config))
     monkeypatch.setattr(api.cli_setup, "RULE", str(host.rule))
     monkeypatch.setattr(api.cli_setup, "SIGNS_OF_SYSTEMD", ("/",))

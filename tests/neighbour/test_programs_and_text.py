@@ -393,24 +393,24 @@ LATE = 75
 CLAIM = "run -n 8 --timeout 0.2 -- true"
 
 
-def test_tricks_of_text(state_dir: Path, ground: Any, child: Any, entry_of: Any, command: Any) -> None:
+def test_tricks_of_text(state_dir: Path, dgx: Any, child: Any, entry_of: Any, command: Any) -> None:
     """In the arguments of a holder, in entries and their names, in a ticket and in a note."""
     run = f"os.execlp('sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {TRICK * 200!r})"
     holder = child(f"import os\n{run}", says="held")
     texts = {"user": TRICK, "host": TRICK, "job": TRICK, "command": TRICK * 20, TRICK: TRICK}
     here = {"start": api.procfs.start_time(holder.pid), "pidns": api.procfs.pid_namespace(), "since": time.time() - 9}
-    ground.hold(0, pid=holder.pid, **texts)
-    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[1]: None}, "pid": holder.pid, **here, **texts})
-    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[2]: 5, TRICK: None}, "parts": {TRICK: 0}, "pid": 1, "pidns": 7, **texts})
-    entry_of(NEIGHBOUR, {"gpus": ground.uuids, "nb_gpus": 1, "near": TRICK, TRICK: TRICK, **texts}, part="queue")
-    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[3]: TRICK}, **texts})
-    dead = {"gpus": {ground.uuids[4]: None}, "pid": 1, "v": 1, "since": time.time() - 9, **texts}
+    dgx.hold(0, pid=holder.pid, **texts)
+    entry_of(NEIGHBOUR, {"gpus": {dgx.uuids[1]: None}, "pid": holder.pid, **here, **texts})
+    entry_of(NEIGHBOUR, {"gpus": {dgx.uuids[2]: 5, TRICK: None}, "parts": {TRICK: 0}, "pid": 1, "pidns": 7, **texts})
+    entry_of(NEIGHBOUR, {"gpus": dgx.uuids, "nb_gpus": 1, "near": TRICK, TRICK: TRICK, **texts}, part="queue")
+    entry_of(NEIGHBOUR, {"gpus": {dgx.uuids[3]: TRICK}, **texts})
+    dead = {"gpus": {dgx.uuids[4]: None}, "pid": 1, "v": 1, "since": time.time() - 9, **texts}
     (state_dir / "claims" / f"9.{'9' * 16}").write_text(json.dumps(dead))
     for part in ("claims", "queue"):
         (state_dir / part / TRICK.replace("/", "")).write_text(TRICK)
     (state_dir / "faults").mkdir()
     note = {"when": time.time(), "error": TRICK}
-    (state_dir / "faults" / f"{ground.uuids[5]}.{os.geteuid()}").write_text(json.dumps(note))
+    (state_dir / "faults" / f"{dgx.uuids[5]}.{os.geteuid()}").write_text(json.dumps(note))
     for arguments in ("status", "status --json", "history", "doctor", CLAIM, "wait -n 8 --timeout 0.2"):
         done = command.run(*arguments.split())
         text = done.stdout + done.stderr

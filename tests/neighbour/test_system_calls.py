@@ -54,7 +54,7 @@ def offences(trace: str, state: str) -> list[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be the victim")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-def test_no_path_into_the_state_directory_is_followed(state_dir: Path, tmp_path: Path, ground: Any) -> None:
+def test_no_path_into_the_state_directory_is_followed(state_dir: Path, tmp_path: Path, dgx: Any) -> None:
     root = str(Path(__file__).parents[2])
     trace = tmp_path / "trace"
     subprocess.run(

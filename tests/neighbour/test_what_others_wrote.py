@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from support import api
-from support.ground import write_for_all
 from support.hostile import TRICK, assert_plain, assert_shown_safely
 from support.real import long
+from support.state import write_for_all
 
 NEIGHBOUR, THIRD = 4711, 4712
 LONG = TRICK * 8
@@ -111,10 +111,10 @@ def write_history(state_dir: Path, uuids: list[str]) -> None:
 
 
 @pytest.fixture
-def written(state_dir: Path, ground: Any, child: Any, entry_of: Any, as_user: Any) -> Path:
+def written(state_dir: Path, dgx: Any, child: Any, entry_of: Any, as_user: Any) -> Path:
     """The state directory of a host on which a neighbour has written all that it can."""
     api.setup.make(str(state_dir))
-    uuids = ground.uuids
+    uuids = dgx.uuids
     run = f"os.execl('/bin/sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {LONG!r})"
     his = child(f"import os; os.setresuid({NEIGHBOUR}, {NEIGHBOUR}, {NEIGHBOUR}); {run}", says="held")
     here = {"pid": his.pid, "start": api.procfs.start_time(his.pid), "pidns": api.procfs.pid_namespace()}
@@ -145,7 +145,7 @@ def written(state_dir: Path, ground: Any, child: Any, entry_of: Any, as_user: An
     closed += [f"{TRICK} - - - {LONG}", f"{uuids[0]} 1 4e9 group:{LONG} {LONG}", LONG]
     (state_dir / "closed").write_text("\n".join(closed))
     os.chown(state_dir / "closed", NEIGHBOUR, NEIGHBOUR)
-    ground.occupy(7, pid=his.pid)
+    dgx.occupy(7, pid=his.pid)
     return state_dir
 
 
@@ -182,11 +182,11 @@ def test_what_setup_leaves(open_tmp: Path, state_dir: Path, shown: Callable[...,
     assert any(line.endswith(" more") for line in lines)
 
 
-def test_a_simulated_gpu_that_is_broken(ground: Any) -> None:
-    bad = ground.directory / "simulated" / "dgx-a100" / f"{ground.uuids[0]}.bad"
-    ground.occupy(7)
+def test_a_simulated_gpu_that_is_broken(dgx: Any) -> None:
+    bad = dgx.state_dir / "simulated" / "dgx-a100" / f"{dgx.uuids[0]}.bad"
+    dgx.occupy(7)
     bad.write_text(LONG)
     with pytest.raises(api.PlaceholderError) as refused:
-        ground.occupy(0)
+        dgx.occupy(0)
     assert "evil" in str(refused.value)
     assert_one_line_each(str(refused.value))

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 from support import api
-from support.ground import write_for_all
 from support.processes import PACKAGE_ROOT
 from support.real import REQUIRED, unavailable
+from support.state import write_for_all
 
 HERE = Path(__file__).parent
 PRESET = "dgx-a100"

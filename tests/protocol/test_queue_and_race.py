@@ -18,7 +18,7 @@ KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
 
 
-class Desk:
+class CheckedQueue:
     """Eight GPUs, a queue, and the rule: the first is served as soon as it fits, and nobody before that."""
 
     def __init__(self, scene: Any) -> None:
@@ -65,37 +65,37 @@ class Desk:
 
 
 @pytest.fixture
-def desk(scene: Any) -> Desk:
-    return Desk(scene)
+def checked_queue(scene: Any) -> CheckedQueue:
+    return CheckedQueue(scene)
 
 
-def test_a_mixed_queue_is_served_in_order_of_arrival(desk: Desk, scene: Any) -> None:
-    desk.arrive("c", 8)
+def test_a_mixed_queue_is_served_in_order_of_arrival(checked_queue: CheckedQueue, scene: Any) -> None:
+    checked_queue.arrive("c", 8)
     for number in range(60 if scene.required else 8):
-        desk.arrive(KINDS[number % 2], scene.random.choice((1, 2, 4, 8)))
-    assert scene.tickets() == [party.pid for party in desk.queue]
-    desk.finish()
+        checked_queue.arrive(KINDS[number % 2], scene.random.choice((1, 2, 4, 8)))
+    assert scene.tickets() == [party.pid for party in checked_queue.queue]
+    checked_queue.finish()
 
 
 @pytest.mark.timeout(300)
-def test_whoever_dies_in_the_queue_does_not_block_it(desk: Desk, scene: Any) -> None:
+def test_whoever_dies_in_the_queue_does_not_block_it(checked_queue: CheckedQueue, scene: Any) -> None:
     for _ in range(200 if scene.required else 16):
         choice = scene.random.random()
-        if choice < 0.5 or not desk.queue:
-            desk.arrive(scene.random.choice(KINDS), scene.random.choice((1, 2, 4, 8)))
+        if choice < 0.5 or not checked_queue.queue:
+            checked_queue.arrive(scene.random.choice(KINDS), scene.random.choice((1, 2, 4, 8)))
         elif choice < 0.75:
-            desk.end(desk.queue, scene.random.randrange(len(desk.queue)))
+            checked_queue.end(checked_queue.queue, scene.random.randrange(len(checked_queue.queue)))
         else:
-            desk.end(desk.holders, scene.random.randrange(len(desk.holders)))
-    desk.finish()
+            checked_queue.end(checked_queue.holders, scene.random.randrange(len(checked_queue.holders)))
+    checked_queue.finish()
 
 
-def test_a_client_that_ignores_the_queue_is_seen(desk: Desk) -> None:
-    desk.arrive("c", 7)
-    desk.arrive("python", 8)
-    desk.arrive("c", 1)
+def test_a_client_that_ignores_the_queue_is_seen(checked_queue: CheckedQueue) -> None:
+    checked_queue.arrive("c", 7)
+    checked_queue.arrive("python", 8)
+    checked_queue.arrive("c", 1)
     with pytest.raises(AssertionError, match="served before"):
-        desk.arrive("c", 1, broken="no queue")
+        checked_queue.arrive("c", 1, broken="no queue")
 
 
 @pytest.mark.parametrize("first", KINDS)

@@ -1,4 +1,4 @@
-"""A room for real batch jobs: a safe_gpu that an ordinary user's jobs can run, a referee, real schedulers.
+"""Real schedulers, and a working directory for their jobs: a safe_gpu that an ordinary user can run, and a log.
 
 The jobs run on simulated GPUs; everything else about them is real.
 """
@@ -34,7 +34,7 @@ def become_user() -> list[str]:
     return ["setpriv", "--reuid", USER, "--regid", USER, "--init-groups"] if os.geteuid() == 0 else []
 
 
-class Room:
+class WorkDir:
     """A directory where an ordinary user's jobs find what they need and leave what they saw.
 
     It lies outside /tmp, which a scheduler may make private to each job. Each host (or Slurm node: they share a
@@ -126,7 +126,7 @@ CLAIM="{self.python} {self.path}/job.py" SAFE_GPU="{self.python} -m safe_gpu"
 
 
 @pytest.fixture(scope="session")
-def _shared_room() -> Iterator[Room]:
+def _shared_workdir() -> Iterator[WorkDir]:
     path = Path(tempfile.mkdtemp(prefix="safe-gpu-jobs-", dir="/var/tmp"))
     path.chmod(0o1777)
     lib = path / "lib"
@@ -138,16 +138,16 @@ def _shared_room() -> Iterator[Room]:
     shutil.copy(JOB, path)
     subprocess.run(["chmod", "-R", "a+rX", str(path)], check=True)
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(lib)], check=False)
-    yield Room(path)
+    yield WorkDir(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture
-def room(_shared_room: Room) -> Iterator[Room]:
-    """The room, as new. What the jobs said is shown where a test fails."""
-    _shared_room.fresh()
-    yield _shared_room
-    for path in sorted(_shared_room.referee.iterdir()):
+def workdir(_shared_workdir: WorkDir) -> Iterator[WorkDir]:
+    """The working directory, as new. What the jobs said is shown where a test fails."""
+    _shared_workdir.fresh()
+    yield _shared_workdir
+    for path in sorted(_shared_workdir.referee.iterdir()):
         if path.is_file() and path.stat().st_size:
             print(f"---- {path.name}\n{path.read_text(errors='replace')}")
 
@@ -162,7 +162,7 @@ print(next(gpu["claim"]["until"] for gpu in status["gpus"] if gpu["claim"]))'"""
 
 def check_end(system: Any, most: float, *options: str) -> None:
     """A claim of a job with these options ends with the job, after so many seconds at most."""
-    job = system.submit(*options, system.room.script(END))
+    job = system.submit(*options, system.workdir.script(END))
     system.finish(job)
     began, *_, until = system.output(job).split()
     assert 0 < float(until) - float(began) <= most
@@ -236,8 +236,8 @@ def mpirun() -> list[str]:
 
 
 @pytest.fixture
-def run_as_user(room: Room) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_as_user(workdir: WorkDir) -> Callable[..., subprocess.CompletedProcess[str]]:
     """``run_as_user(*command)`` runs a command as an ordinary user, to its end."""
-    environ = {"PATH": os.environ["PATH"], "HOME": "/", "TMPDIR": str(room.referee)}
+    environ = {"PATH": os.environ["PATH"], "HOME": "/", "TMPDIR": str(workdir.referee)}
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 100}
-    return lambda *command: subprocess.run([*become_user(), "env", *command], cwd=room.path, env=environ, **options)
+    return lambda *command: subprocess.run([*become_user(), "env", *command], cwd=workdir.path, env=environ, **options)

@@ -16,7 +16,7 @@ from support import api
 from support.claims import claim
 from support.entries import remove_entry
 from support.findings import says
-from support.ground import locked_host
+from support.state import locked_host
 
 BEN = 12345
 CHECK = "processes beside claims"
@@ -368,9 +368,9 @@ def test_what_cannot_be_seen_is_nobody_s(driver: Driver, holder: Any, sleeper: A
         doors.release()
 
 
-def test_beside_a_claim_in_a_container(driver: Driver, sleeper: Any, ground: Any) -> None:
+def test_beside_a_claim_in_a_container(driver: Driver, sleeper: Any, dgx: Any) -> None:
     """Its own processes cannot be told from those of its user, or from those of other containers."""
-    ground.hold(0, pid=1, pidns=1, uid=4711)
+    dgx.hold(0, pid=1, pidns=1, uid=4711)
     carla, ben = sleeper(uid=4711), sleeper(uid=BEN)
     driver.put(0, on_gpu(carla), on_gpu(ben))
     assert driver.told() == [f"process {ben} of {BEN} uses 2 GiB beside this claim"]
@@ -378,10 +378,10 @@ def test_beside_a_claim_in_a_container(driver: Driver, sleeper: Any, ground: Any
 
 @pytest.mark.parametrize(("real", "effective", "is_told"), [(4711, BEN, False), (BEN, 4711, False), (BEN, BEN, True)])
 def test_who_has_changed_the_user_may_be_of_a_claim_in_a_container(
-    driver: Driver, sleeper: Any, ground: Any, eventually: Any, real: int, effective: int, is_told: bool
+    driver: Driver, sleeper: Any, dgx: Any, eventually: Any, real: int, effective: int, is_told: bool
 ) -> None:
     """By ``su`` or a program with the set-user-ID bit: by both users."""
-    ground.hold(0, pid=1, pidns=1, uid=4711)
+    dgx.hold(0, pid=1, pidns=1, uid=4711)
     ids = {"ruid": real, "euid": effective}
     pid = sleeper("setpriv", *(f"--{name}={uid}" for name, uid in ids.items()), "--clear-groups")
     eventually(lambda: api.procfs.command_of(pid) == "sleep infinity")
@@ -390,27 +390,27 @@ def test_who_has_changed_the_user_may_be_of_a_claim_in_a_container(
 
 
 def test_a_process_in_a_container_beside_a_claim_in_a_container(
-    driver: Driver, sleeper: Any, ground: Any, eventually: Any
+    driver: Driver, sleeper: Any, dgx: Any, eventually: Any
 ) -> None:
     """It may be of that claim."""
-    ground.hold(0, pid=1, pidns=1, uid=4711)
+    dgx.hold(0, pid=1, pidns=1, uid=4711)
     (pid,) = api.procfs.descendants(forking(sleeper("unshare", "--pid", "--fork", "--kill-child"), eventually))
     driver.put(0, on_gpu(pid))
     assert driver.told() == []
 
 
 def test_beside_a_claim_whose_user_cannot_be_known(
-    driver: Driver, sleeper: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, sleeper: Any, dgx: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a user namespace, which shows all users of the host but one as 65534."""
-    ground.hold(0, uid=4711)
+    dgx.hold(0, uid=4711)
     driver.put(0, on_gpu(sleeper(uid=BEN)))
     assert len(driver.told()) == 1
     monkeypatch.setattr(api.procfs, "is_unknown_user", lambda uid: uid == 4711)
     assert driver.told() == []
 
 
-def test_beside_more_claims_than_are_looked_at(driver: Driver, sleeper: Any, ground: Any) -> None:
+def test_beside_more_claims_than_are_looked_at(driver: Driver, sleeper: Any, dgx: Any) -> None:
     """A process of a user of one of the others may be of that one."""
     carla, ben = sleeper(uid=4711), sleeper(uid=BEN)
     made = []

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import api
 from support.forks import in_child
-from support.ground import write_for_all
 from support.real import REQUIRED
+from support.state import write_for_all
 
 HOUR, DAY, WEEK = 3600.0, 86400.0, 604800.0
 KEYS = ("user", "gpu", "job", "host", "day", "week")

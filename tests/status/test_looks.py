@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import api
-from support.ground import PlayedClaim
+from support.state import PlayedClaim
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 BEGAN = time.mktime((2026, 11, 16, 0, 0, 0, 0, 0, -1))
@@ -184,15 +184,15 @@ def lines(history: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_looks_are_kept_and_told_until_the_claim_has_gone(ground: Any, clock: Clock, history: Path) -> None:
-    ground.hold(0)
+def test_looks_are_kept_and_told_until_the_claim_has_gone(dgx: Any, clock: Clock, history: Path) -> None:
+    dgx.hold(0)
     for _ in range(5):
         clock.look()
     assert (one_use().looked, one_use().idle) == (5 * MINUTE, 5 * MINUTE)
     file = (history / "looks").stat()
     assert (stat.S_IMODE(file.st_mode), file.st_uid) == (0o644, os.geteuid())
     assert [told["span"] for told in lines(history)] == [60, 120, 240]
-    ground.let_go()
+    dgx.let_go()
     clock.look()
     assert [told["span"] for told in lines(history)] == [60, 120, 240, 300]
     assert kept() == {}
@@ -206,8 +206,8 @@ def test_a_host_without_claims_gets_no_file(clock: Clock, history: Path) -> None
     assert list(history.iterdir()) == []
 
 
-def test_a_claim_that_is_seen_again_after_a_break_goes_on(ground: Any, clock: Clock, history: Path) -> None:
-    ground.hold(0)
+def test_a_claim_that_is_seen_again_after_a_break_goes_on(dgx: Any, clock: Clock, history: Path) -> None:
+    dgx.hold(0)
     clock.look()
     clock.look(DAY)
     clock.look()
@@ -231,10 +231,10 @@ HOSTILE = {
 
 @needs_root
 @pytest.mark.parametrize("make", HOSTILE)
-def test_a_hostile_file_is_told_and_made_anew(ground: Any, clock: Clock, history: Path, make: str, ask: Any) -> None:
-    ground.hold(0)
+def test_a_hostile_file_is_told_and_made_anew(dgx: Any, clock: Clock, history: Path, make: str, run_here: Any) -> None:
+    dgx.hold(0)
     subprocess.run(make.replace("F", "looks"), shell=True, check=True, cwd=history)
-    done = ask("history")
+    done = run_here("history")
     assert (done.returncode, "looks is ignored" in done.stderr) == (0, True)
     sentence = next(one for one in clock.look().ignored if "/history/looks is ignored (" in one)
     assert HOSTILE[make] in sentence
@@ -244,8 +244,8 @@ def test_a_hostile_file_is_told_and_made_anew(ground: Any, clock: Clock, history
 
 
 @needs_root
-def test_a_directory_in_its_place_is_told_at_each_look(ground: Any, clock: Clock, history: Path) -> None:
-    ground.hold(0)
+def test_a_directory_in_its_place_is_told_at_each_look(dgx: Any, clock: Clock, history: Path) -> None:
+    dgx.hold(0)
     (history / "looks").mkdir()
     for _ in range(2):
         (sentence,) = [one for one in clock.look().ignored if "looks" in one]
@@ -255,14 +255,14 @@ def test_a_directory_in_its_place_is_told_at_each_look(ground: Any, clock: Clock
 
 
 @needs_root
-def test_looks_of_others_add_nothing(ground: Any, clock: Clock, history: Path, as_user: Any) -> None:
+def test_looks_of_others_add_nothing(dgx: Any, clock: Clock, history: Path, as_user: Any) -> None:
     """Neither to a file that is there, nor by making one. The owner of the directory is not an other."""
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         status = api.gather()
         say(f"{status.gpus[0].claim is not None} {[one for one in status.ignored if 'looks' in one]}")
 
-    ground.hold(0)
+    dgx.hold(0)
     clock.now += MINUTE
     assert as_user(look, uid=12345).hear() == "True []"
     assert not (history / "looks").exists()
@@ -314,12 +314,12 @@ class Shown:
 
 
 @pytest.fixture
-def shown(ground: Any, monkeypatch: pytest.MonkeyPatch) -> Shown:
-    return Shown(ground.uuids[0])
+def shown(dgx: Any, monkeypatch: pytest.MonkeyPatch) -> Shown:
+    return Shown(dgx.uuids[0])
 
 
-def test_a_process_of_the_claim_that_computes(ground: Any, clock: Clock, shown: Shown) -> None:
-    ground.hold(0, pid=os.getpid())
+def test_a_process_of_the_claim_that_computes(dgx: Any, clock: Clock, shown: Shown) -> None:
+    dgx.hold(0, pid=os.getpid())
     clock.look(MINUTE, shown.snapshot(os.getpid(), utilization=70))
     clock.look(MINUTE, shown.snapshot(os.getpid(), utilization=0))
     clock.look(MINUTE, shown.snapshot())
@@ -339,14 +339,14 @@ def test_a_process_of_the_claim_that_computes(ground: Any, clock: Clock, shown: 
     ],
 )
 def test_processes_that_are_not_seen_are_not_missing(
-    ground: Any, clock: Clock, shown: Shown, facts: dict[str, Any], looked: float
+    dgx: Any, clock: Clock, shown: Shown, facts: dict[str, Any], looked: float
 ) -> None:
-    ground.hold(0)
+    dgx.hold(0)
     clock.look(MINUTE, shown.snapshot(**facts))
     assert (one_use().looked, one_use().absent) == (looked, 0)
 
 
-def test_of_a_share_its_processes_and_the_load_of_the_gpu(ground: Any, clock: Clock, shown: Shown, child: Any) -> None:
+def test_of_a_share_its_processes_and_the_load_of_the_gpu(dgx: Any, clock: Clock, shown: Shown, child: Any) -> None:
     """Another share of the same user is on the same GPU; its process is not that of this one."""
     code = "import safe_gpu; safe_gpu.claim_gpus(1, placeholder_fn=safe_gpu.NoPlaceholder(), only=0, share='20GiB', "
     code += "affinity=None); say('held'); listen()"
@@ -358,29 +358,29 @@ def test_of_a_share_its_processes_and_the_load_of_the_gpu(ground: Any, clock: Cl
     assert [round(use.utilization or 0) for use in uses.values()] == [60, 60]
 
 
-def test_claims_that_the_history_does_not_tell_are_not_looked_at(ground: Any, clock: Clock) -> None:
-    ground.hold(0, inside="0" * 16)
-    ground.hold(1, since=None)
-    ground.hold(2, display=True)
+def test_claims_that_the_history_does_not_tell_are_not_looked_at(dgx: Any, clock: Clock) -> None:
+    dgx.hold(0, inside="0" * 16)
+    dgx.hold(1, since=None)
+    dgx.hold(2, display=True)
     clock.look()
     assert kept() == {}
 
 
-def test_an_entry_that_names_more_gpus_than_there_are_is_not_looked_at(ground: Any, clock: Clock) -> None:
-    claimed = PlayedClaim(dict.fromkeys([*ground.uuids, "GPU-x"]), os.getpid(), os.geteuid())
+def test_an_entry_that_names_more_gpus_than_there_are_is_not_looked_at(dgx: Any, clock: Clock) -> None:
+    claimed = PlayedClaim(dict.fromkeys([*dgx.uuids, "GPU-x"]), os.getpid(), os.geteuid())
     clock.look()
     assert kept() == {}
     claimed.release()
-    claimed = PlayedClaim(dict.fromkeys([*ground.uuids[1:], "GPU-x"]), os.getpid(), os.geteuid())
+    claimed = PlayedClaim(dict.fromkeys([*dgx.uuids[1:], "GPU-x"]), os.getpid(), os.geteuid())
     clock.look()
     (claim,) = kept().values()
     assert [use.looked > 0 for use in claim.uses] == [True] * 7 + [False]
     claimed.release()
 
 
-def test_amd_gpus_by_what_the_kernel_tells(ground: Any, clock: Clock, shown: Shown) -> None:
+def test_amd_gpus_by_what_the_kernel_tells(dgx: Any, clock: Clock, shown: Shown) -> None:
     """A partition has no utilisation of its own, as a MIG instance has none."""
-    ground.hold(0)
+    dgx.hold(0)
     partition = shown.snapshot(vendor="amd", place="AMD-0000:01:00.0", partition=True, mode="CPX", utilization=None)
     clock.look(MINUTE, partition)
     assert (one_use().looked, one_use().untold, one_use().absent) == (MINUTE, MINUTE, MINUTE)
@@ -488,50 +488,50 @@ def written(history: Path) -> None:
     assert api.history.append(told, now)
 
 
-def test_who_held_gpus_without_use_comes_first(written: None, ask: Any) -> None:
-    latest = json.loads(ask("history", "--json").stdout)["claims"]
+def test_who_held_gpus_without_use_comes_first(written: None, run_here: Any) -> None:
+    latest = json.loads(run_here("history", "--json").stdout)["claims"]
     assert [one["pid"] for one in latest] == [3, 2, 1]
-    document = json.loads(ask("history", "--sort", "idle", "--json").stdout)["claims"]
+    document = json.loads(run_here("history", "--sort", "idle", "--json").stdout)["claims"]
     assert [one["pid"] for one in document] == [1, 3, 2]
     first = document[0]
     assert (first["gpu_hours_looked"], first["gpu_hours_idle"], first["utilization"]) == (1, 1, 0)
     assert (first["utilization_of"], first["memory_most"]) == ("claim", None)
-    by_user = json.loads(ask("history", "--by", "user", "--sort", "idle", "--json").stdout)["use"]
+    by_user = json.loads(run_here("history", "--by", "user", "--sort", "idle", "--json").stdout)["use"]
     assert [one["gpu_hours_idle"] for one in by_user] == [1, 0.25, 0]
-    heading = ask("history", "--csv").stdout.splitlines()[0]
+    heading = run_here("history", "--csv").stdout.splitlines()[0]
     known = "share,of,waited,gpu_hours_least,gpu_hours_most,"
     assert heading.endswith(
         f"{known}gpu_hours_looked,gpu_hours_idle,gpu_hours_absent,utilization,memory_most,utilization_of"
     )
     assert (
-        ask("history", "--report", "month", "--csv")
+        run_here("history", "--report", "month", "--csv")
         .stdout.splitlines()[0]
         .endswith("wait_95,gpu_hours_looked,gpu_hours_idle,gpu_hours_absent,utilization,memory_most")
     )
 
 
-def test_only_my_claims(written: None, ask: Any) -> None:
-    (one,) = json.loads(ask("history", "--mine", "--json").stdout)["claims"]
+def test_only_my_claims(written: None, run_here: Any) -> None:
+    (one,) = json.loads(run_here("history", "--mine", "--json").stdout)["claims"]
     assert (one["pid"], one["user"]) == (3, api.user_name(os.geteuid()))
-    assert ask("history", "--mine", "--user", "anna").returncode == 2
+    assert run_here("history", "--mine", "--user", "anna").returncode == 2
     for option in (("--mine",), ("--sort", "idle")):
-        done = ask("history", "--report", "month", *option)
+        done = run_here("history", "--report", "month", *option)
         assert (done.returncode, f"--report and {option[0]} do not go together" in done.stderr) == (2, True)
 
 
 def test_a_claim_that_runs_is_told_with_the_latest_look(
-    ground: Any, clock: Clock, ask: Any, monkeypatch: pytest.MonkeyPatch
+    dgx: Any, clock: Clock, run_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api.procfs, "seconds_running", lambda pid: HOUR)  # by this clock it is
-    ground.hold(0)
+    dgx.hold(0)
     for _ in range(3):
         clock.look()
-    (one,) = json.loads(ask("history", "--json").stdout)["claims"]
+    (one,) = json.loads(run_here("history", "--json").stdout)["claims"]
     assert (one["running"], one["gpu_hours_looked"], one["gpu_hours_idle"]) == (True, 0.05, 0.05)
 
 
-def test_the_metric(ground: Any, clock: Clock, shown: Shown) -> None:
-    ground.hold(0, pid=os.getpid())
+def test_the_metric(dgx: Any, clock: Clock, shown: Shown) -> None:
+    dgx.hold(0, pid=os.getpid())
     for utilization in (90, 30, 0):
         status = clock.look(MINUTE, shown.snapshot(os.getpid(), utilization=utilization))
     (sample,) = [line for line in api.render_metrics(status).splitlines() if line.startswith("safe_gpu_claim_util")]

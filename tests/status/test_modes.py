@@ -13,7 +13,7 @@ from support import api
 from support.claims import claim
 from support.entries import remove_entry
 from support.findings import says
-from support.ground import locked_host
+from support.state import locked_host
 from support.vendor_hosts import GIB, IntelHost, KfdHost
 
 from safe_gpu import NotEnoughGpusError
@@ -73,17 +73,17 @@ def of_an_older_version(document: dict[str, Any]) -> None:
             del one["held_as"]
 
 
-def test_an_instance_that_is_gone_is_told_on_the_row_of_its_gpu(nvidia: Any, ask: Any) -> None:
+def test_an_instance_that_is_gone_is_told_on_the_row_of_its_gpu(nvidia: Any, run_here: Any) -> None:
     divide(nvidia, 1, 2)
     with claim(1, only="0:0") as owner:
         held, user = owner.gpus[0].uuid, api.procfs.user_name(os.geteuid())
         divide(nvidia)
         text = f"held as {held}, which is gone since the mode changed"
         for form in ((), ("-v",), ("--mine",)):
-            told = " ".join(ask("status", *form).stdout.split())
+            told = " ".join(run_here("status", *form).stdout.split())
             assert f"GPU 0: {text}" in told
             assert f" {user} pid {os.getpid()} " in told
-        document = json.loads(ask("status", "--json").stdout)
+        document = json.loads(run_here("status", "--json").stdout)
         first, second = document["gpus"]
         assert (first["state"], second["state"]) == ("claimed", "free")
         assert (first["claim"]["pid"], text in first["reason"]) == (os.getpid(), True)
@@ -91,11 +91,11 @@ def test_an_instance_that_is_gone_is_told_on_the_row_of_its_gpu(nvidia: Any, ask
         assert f"GPU 0: {text}" in api.render_page({"h": document}, now=time.time(), every=300.0, use={})
         of_an_older_version(document)
         assert text not in api.render_page({"h": document}, now=time.time(), every=300.0, use={})
-        assert f'safe_gpu_claim_outdated{{gpu="0",UUID="{nvidia.uuids[0]}"' in ask("status", "--prometheus").stdout
-        assert user in ask("history").stdout
+        assert f'safe_gpu_claim_outdated{{gpu="0",UUID="{nvidia.uuids[0]}"' in run_here("status", "--prometheus").stdout
+        assert user in run_here("history").stdout
         says(CHECK, "warning", f"GPU 0: {text} (process {os.getpid()} of {user})", fix="drain a GPU before")
     says(CHECK, "passed")
-    assert "claim_outdated{" not in ask("status", "--prometheus").stdout
+    assert "claim_outdated{" not in run_here("status", "--prometheus").stdout
 
 
 def test_who_is_refused_for_that_is_told(nvidia: Any, played: Callable[..., None]) -> None:
@@ -149,7 +149,7 @@ def test_instances_of_a_gpu_that_is_lost(nvidia: Any) -> None:
         says(CHECK, "passed")
 
 
-def test_each_of_several_claims_has_a_row(nvidia: Any, played: Callable[..., None], ask: Any) -> None:
+def test_each_of_several_claims_has_a_row(nvidia: Any, played: Callable[..., None], run_here: Any) -> None:
     """The GPU is expected to be free when the last of them ends."""
     names, whole, now = divide(nvidia, 1, 2, 3), nvidia.uuids[0], time.time()
     divide(nvidia)
@@ -164,7 +164,7 @@ def test_each_of_several_claims_has_a_row(nvidia: Any, played: Callable[..., Non
     )
     for text in (first, second):
         assert f"GPU 0: {text}" in lines_of(status)
-    document = json.loads(ask("status", "--json").stdout)
+    document = json.loads(run_here("status", "--json").stdout)
     assert [one["job"] for one in document["gpus"][0]["pieces"]] == ["sge:11", "sge:22"]
     page = api.render_page({"h": document}, now=now, every=300.0, use={})
     for text in (first, second, ">11<", ">22<"):
@@ -211,14 +211,14 @@ def test_what_is_held_is_seen_held_under_its_own_name(nvidia: Any, state_dir: Pa
         assert not mark.with_name("MIG-made-up.seen").exists()
 
 
-def test_a_claim_without_work_is_listed(nvidia: Any, ask: Any) -> None:
+def test_a_claim_without_work_is_listed(nvidia: Any, run_here: Any) -> None:
     divide(nvidia, 1)
     with claim(1, only="0:0"):
         divide(nvidia)
         nvidia.change(0, util=0)
         for _ in range(2):
-            ask("status")
-        assert str(os.getpid()) in ask("history", "--idle", "--json").stdout
+            run_here("status")
+        assert str(os.getpid()) in run_here("history", "--idle", "--json").stdout
 
 
 def test_nothing_is_idle_on_a_gpu_whose_instances_have_the_processes(played: Callable[..., None]) -> None:

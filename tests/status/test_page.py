@@ -180,24 +180,24 @@ def test_the_file(command: Any, tmp_path: Path) -> None:
     assert len(found.cells["GPU-hours by user"]) == 2
 
 
-def test_it_is_printed_too_and_without_a_driver_says_so(tmp_path: Path, monkeypatch: Any, ask: Any) -> None:
-    assert "8 of 8 GPUs free" in Checked(ask("status", "--html").stdout).text
-    assert ask("status", "--html", "--vendor", "amd").stdout.count("0 of 0 GPUs free") == 2
+def test_it_is_printed_too_and_without_a_driver_says_so(tmp_path: Path, monkeypatch: Any, run_here: Any) -> None:
+    assert "8 of 8 GPUs free" in Checked(run_here("status", "--html").stdout).text
+    assert run_here("status", "--html", "--vendor", "amd").stdout.count("0 of 0 GPUs free") == 2
     monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = ask("status", "--html", "--output", tmp_path / "gpus.html")
+    done = run_here("status", "--html", "--output", tmp_path / "gpus.html")
     assert done.returncode == 69
     assert "nvidia-smi" in Checked((tmp_path / "gpus.html").read_text()).text
 
 
-def test_hosts_that_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+def test_hosts_that_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here: Any) -> None:
     """Each has its line, or a reason for having no figures. The last day is that of the host that makes the page."""
-    here = json.loads(ask("status", "--json").stdout)
+    here = json.loads(run_here("status", "--json").stdout)
     found = {"gpu1": here, "web": here, "gpu2": crowded() | {"host": here["host"]}}
     answers = {name: api.read_answer(api.SshResult(0, json.dumps(one), "")) for name, one in found.items()}
     answers["gpu3"] = api.Answer(error="no route to host")
     monkeypatch.setattr(api.hosts, "statuses_of", lambda *_: answers)
-    done = ask("status", "--host", "any", "--sort", "free", "--html", "--output", tmp_path / "gpus.html")
+    done = run_here("status", "--host", "any", "--sort", "free", "--html", "--output", tmp_path / "gpus.html")
     assert (done.returncode, done.stdout) == (1, "")
     page = Checked((tmp_path / "gpus.html").read_text())
     first, second, *none = page.cells["Hosts"][1:]
@@ -217,7 +217,7 @@ def test_the_pictures_are_of_today(name: str) -> None:
     assert ElementTree.fromstring(text).tag.endswith("svg")
 
 
-# In a real browser: as wide as a telephone and as a desk, by day and by night
+# In a real browser: as wide as a telephone and as a desktop, by day and by night
 
 CHROMIUM = "/usr/bin/chromium"
 OPTIONS = (
@@ -315,8 +315,9 @@ def test_a_table_scrolls_on_a_telephone_and_its_rows_keep_their_heads(opened: Op
     box.evaluate("one => one.scrollTo(one.scrollWidth, 0)")
     assert last.bounding_box()["x"] < 390
     assert head.bounding_box()["x"] == left
-    desk = opened(page({"gpu1": host()}), 1280)
-    assert desk.evaluate("[...document.querySelectorAll('.scroll')].every(one => one.scrollWidth == one.clientWidth)")
+    desktop = opened(page({"gpu1": host()}), 1280)
+    fits = "[...document.querySelectorAll('.scroll')].every(one => one.scrollWidth == one.clientWidth)"
+    assert desktop.evaluate(fits)
 
 
 def gpus_of(window: Any) -> Any:

@@ -81,13 +81,13 @@ def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
     assert len(sample.labels["user"]) >= len(user.strip("\n")) - user.count("\ud800")
 
 
-def test_a_real_claim_and_the_file(ground: Any, tmp_path: Path, ask: Any) -> None:
+def test_a_real_claim_and_the_file(dgx: Any, tmp_path: Path, run_here: Any) -> None:
     file = tmp_path / "safe_gpu.prom"
     file.write_text("old")
     file.chmod(0o600)
     with claim(2, hold_for="1h"):
-        done = ask("status", "--prometheus", "--output", file)
-        printed = ask("status", "--prometheus").stdout
+        done = run_here("status", "--prometheus", "--output", file)
+        printed = run_here("status", "--prometheus").stdout
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     for text in (file.read_text(), printed):
         assert len(re.findall(r"^safe_gpu_claim(?:ed|_expected_end_time_seconds){", text, re.MULTILINE)) == 4

@@ -17,7 +17,7 @@ import pytest
 from support import api, findings
 from support.claims import claim
 from support.entries import remove_entry
-from support.ground import locked_host
+from support.state import locked_host
 from support.vendor_hosts import KfdHost
 
 from safe_gpu import NoDriverError, NotEnoughGpusError
@@ -194,7 +194,7 @@ def test_a_stopped_holder_is_marked(holder, eventually) -> None:
     assert "stopped" not in table(look())
 
 
-def test_claims_inside_claims_are_shown(ground, child) -> None:
+def test_claims_inside_claims_are_shown(dgx, child) -> None:
     with claim(2, delegate=True):
         inner = child(CLAIM + "claim(1); say('held'); listen()", says="held")
         status = look()
@@ -204,11 +204,11 @@ def test_claims_inside_claims_are_shown(ground, child) -> None:
     assert [states(of).count("claimed") for of in (status, look())] == [2, 1], "the claim inside it lives on"
 
 
-def test_who_waits_inside_a_claim_is_told_apart_from_who_waits_for_free_gpus(ground, child, eventually) -> None:
+def test_who_waits_inside_a_claim_is_told_apart_from_who_waits_for_free_gpus(dgx, child, eventually) -> None:
     with claim(2, delegate=True):
         child(CLAIM + "claim(1); say('held'); listen()", says="held")
         child("import safe_gpu; say('waits'); safe_gpu.claim_gpus(2, timeout=None)", says="waits")
-        eventually(lambda: ground.tickets())
+        eventually(lambda: dgx.tickets())
         status = look()
     assert states(status).count("free") == 6
     assert "     it is inside a claim, and waits for GPUs of that claim" in table(status)
@@ -242,12 +242,12 @@ def told_of_the_first(say, listen) -> None:
     say(f"{one.pid} {one.user} {one.note}")
 
 
-def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -> None:
+def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(dgx, holder) -> None:
     """The process that it names is shown if that user's process began when the entry says; else who has the entry."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    ground.hold(1, pid=holder.pid, start=5, user="nobody", uid=12345)
-    ground.hold(2, pid=holder.pid, start=api.procfs.start_time(holder.pid), uid=12345)
+    dgx.hold(1, pid=holder.pid, start=5, user="nobody", uid=12345)
+    dgx.hold(2, pid=holder.pid, start=api.procfs.start_time(holder.pid), uid=12345)
     first, second, third = (one.claim for one in look().gpus[:3])
     assert (first.pid, first.user, first.uid) == (holder.pid, api.procfs.user_of(holder.pid), os.geteuid())
     for one in (second, third):
@@ -260,20 +260,20 @@ def test_children_that_outlive_the_holder_are_named(state_dir: Path, child, as_u
     """To root and their user; for others they cannot be seen."""
     code = HOLD_ONE.replace("say(", "os.fork() or signal.pause(); say(")
     process = child("import signal\n" + code, says="held")
-    (heir,) = api.procfs.descendants(process.pid)
+    (orphan,) = api.procfs.descendants(process.pid)
     process.kill()
     try:
         found = look().gpus[0].claim
-        assert (found.pid, found.user, found.command) == (heir, api.procfs.user_of(heir), Path(sys.executable).name)
-        assert found.note == f"still held by process {heir}, which process {process.pid} left behind"
+        assert (found.pid, found.user, found.command) == (orphan, api.procfs.user_of(orphan), Path(sys.executable).name)
+        assert found.note == f"still held by process {orphan}, which process {process.pid} left behind"
         left = f"still held by a process that process {process.pid} left behind"
-        assert as_user(told_of_the_first, uid=12345).hear() == f"None {api.procfs.user_of(heir)} {left}"
+        assert as_user(told_of_the_first, uid=12345).hear() == f"None {api.procfs.user_of(orphan)} {left}"
     finally:
-        os.kill(heir, signal.SIGKILL)
+        os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, ask, open_tmp: Path) -> None:
-    env = {"SAFE_GPU_DIR": str(open_tmp / "other"), "SAFE_GPU_SIMULATED_DIR": str(ground.directory / "simulated")}
+def test_a_claim_of_another_state_directory_is_told_by_its_door(dgx, child, run_here, open_tmp: Path) -> None:
+    env = {"SAFE_GPU_DIR": str(open_tmp / "other"), "SAFE_GPU_SIMULATED_DIR": str(dgx.state_dir / "simulated")}
     child(HOLD_ONE, env=env, says="held")
     status = look()
     assert states(status) == " ".join(["claimed", *["free"] * 7])
@@ -298,18 +298,18 @@ def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, a
         claim(8)
     assert first_line_of_wait(8) == "GPU 0 somebody in another state directory"
     if os.geteuid() == 0:
-        told = ask("drain", "0", "--from", "+1h", "--until", "+2h").stderr + ask("drain", "0").stderr
-        ask("resume", "0")
+        told = run_here("drain", "0", "--from", "+1h", "--until", "+2h").stderr + run_here("drain", "0").stderr
+        run_here("resume", "0")
         assert told.count("claimed by somebody in another state directory") == 2
 
 
-def test_an_entry_without_doors_is_at_risk_where_another_user_can_remove_it(ground, holder) -> None:
+def test_an_entry_without_doors_is_at_risk_where_another_user_can_remove_it(dgx, holder) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    ground.hold(1)
-    ground.played(1).doors.release()
+    dgx.hold(1)
+    dgx.played(1).doors.release()
     assert [one.claim.removable_by for one in look().gpus[:2]] == [None, None], "all belongs to root"
-    os.chown(ground.directory, 12345, 12345)
+    os.chown(dgx.state_dir, 12345, 12345)
     assert [one.claim.removable_by for one in look().gpus[:2]] == [None, "12345"]
     assert row(look(), 1).split()[1:3] == ["at", "risk"]
     assert "only the claim's file keeps others off, and 12345 can remove it" in " ".join(table(look()).split())
@@ -367,7 +367,7 @@ def test_who_waits_is_the_owner_of_the_ticket_whatever_it_says(holder, ticket) -
 # Trouble
 
 
-def test_a_look_takes_no_lock_and_leaves_all_but_notes_for_the_next_alone(state_dir: Path, holder, ticket, ask) -> None:
+def test_a_look_takes_no_lock_and_changes_only_its_own_notes(state_dir: Path, holder, ticket, run_here) -> None:
     """host.lock is held all the while."""
 
     def there() -> dict[Path, tuple[int, int]]:
@@ -380,7 +380,7 @@ def test_a_look_takes_no_lock_and_leaves_all_but_notes_for_the_next_alone(state_
     before = there()
     with locked_host():
         status = look()
-        shown, document = ask("status"), json.loads(ask("status", "--json").stdout)
+        shown, document = run_here("status"), json.loads(run_here("status", "--json").stdout)
     assert (status.gpus[0].claim.pid, len(status.queue), status.warnings) == (holder.pid, 1, ())
     assert (shown.returncode, "\x1b" in shown.stdout, document["gpus"][0]["claim"]["pid"]) == (0, False, holder.pid)
     assert there() == before
@@ -436,12 +436,12 @@ def test_names_that_count_for_nothing_are_told_and_hide_nothing(state_dir: Path,
     ],
 )
 def test_an_entry_that_cannot_be_read_is_told_with_its_owner(
-    state_dir: Path, ground: Any, as_user: Any, spoil: Any, why: str
+    state_dir: Path, dgx: Any, as_user: Any, spoil: Any, why: str
 ) -> None:
     """Its doors keep the GPU, which is told too."""
-    ground.hold(0, uid=4711)
-    ground.hold(1, uid=0)
-    path = ground.played(0).path
+    dgx.hold(0, uid=4711)
+    dgx.hold(1, uid=0)
+    path = dgx.played(0).path
     spoil(path)
 
     def look(say, listen) -> None:
@@ -490,11 +490,11 @@ def test_a_look_opens_each_entry_once(state_dir: Path, holder, ticket, monkeypat
     assert pids.call_count == 1, "one walk through /proc finds the others"
 
 
-def test_a_gpu_that_is_taken_last_says_why(ground) -> None:
+def test_a_gpu_that_is_taken_last_says_why(dgx) -> None:
     error = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
-    ground.hold(3)
+    dgx.hold(3)
     for index, age in ((2, 0.0), (3, 0.0), (4, 86400.0)):
-        api.write_fault(str(ground.directory), UUIDS[index], api.GpuFault(time.time() - age, error))
+        api.write_fault(str(dgx.state_dir), UUIDS[index], api.GpuFault(time.time() - age, error))
     status = look()
     free, claimed, old = status.gpus[2:5]
     assert (free.state, claimed.state, old.reason) == ("free", "claimed", "")
@@ -587,9 +587,9 @@ def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == ["", "outside this container", "in another container"]
 
 
-def test_an_unrelated_process_with_that_number_is_not_blamed(state_dir: Path, ground, as_user) -> None:
+def test_an_unrelated_process_with_that_number_is_not_blamed(state_dir: Path, dgx, as_user) -> None:
     """Who has the entry is found by root and its user; for others it cannot be seen."""
-    ground.hold(0, pid=1, start=1, pidns=OTHER)
+    dgx.hold(0, pid=1, start=1, pidns=OTHER)
     (found,) = api.gather().gpus[0].claims
     assert (found.pid, found.uid) == (ME, os.geteuid())
     assert found.note.endswith("container, as process 1 there")
@@ -598,7 +598,7 @@ def test_an_unrelated_process_with_that_number_is_not_blamed(state_dir: Path, gr
     assert said.endswith("container, as process 1 there, which cannot be seen from here")
 
 
-def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
+def test_a_claim_in_a_real_pid_namespace(dgx, child) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare")
     code = "import ctypes, os, safe_gpu\nassert ctypes.CDLL(None).unshare(0x20000000) == 0\n"  # CLONE_NEWPID
@@ -623,14 +623,14 @@ def test_the_processes_of_a_claim_around_this_one_elsewhere() -> None:
     assert api.pids_of_enclosing(around._replace(pidns=OTHER)) == tuple(api.procfs.ancestors(os.getpid()))
 
 
-def test_a_number_of_another_namespace_is_no_ancestor(ground) -> None:
+def test_a_number_of_another_namespace_is_no_ancestor(dgx) -> None:
     held = {"pid": ME, "start": api.procfs.start_time(ME)}
     for said, blamed in (({}, True), ({"pidns": OTHER}, False)):
-        ground.hold(*range(8), **held, **said)
+        dgx.hold(*range(8), **held, **said)
         with pytest.raises(NotEnoughGpusError) as refused:
             claim(timeout=0.01)
         assert ("this process itself holds" in str(refused.value)) is blamed
-        ground.let_go()
+        dgx.let_go()
 
 
 # GPUs of both vendors: one view, and what of it is left if a driver does not work
@@ -641,13 +641,13 @@ def both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
 
 
-def test_one_view_of_both(both: None, ask: Any) -> None:
+def test_one_view_of_both(both: None, run_here: Any) -> None:
     with claim(2, vendor="amd") as owner:
         claimed = [gpu.uuid for gpu in owner.gpus]
         status = api.gather()
-        assert ask("status", "--free").stdout.split() == [*(f"nvidia:{n}" for n in range(4)), "amd:2", "amd:3"]
-        assert ask("status", "--free", "--vendor", "AMD").stdout.split() == ["2", "3"]
-        assert "2 of 4 GPUs free" in ask("status", "--vendor", "amd").stdout
+        assert run_here("status", "--free").stdout.split() == [*(f"nvidia:{n}" for n in range(4)), "amd:2", "amd:3"]
+        assert run_here("status", "--free", "--vendor", "AMD").stdout.split() == ["2", "3"]
+        assert "2 of 4 GPUs free" in run_here("status", "--vendor", "amd").stdout
     assert [one.label for one in status.gpus] == [f"{vendor}:{n}" for vendor in ("nvidia", "amd") for n in range(4)]
     assert [one.state for one in status.gpus] == ["free"] * 4 + ["claimed"] * 2 + ["free"] * 2
     held = [(one.gpu.uuid, one.claim.pid) for one in status.gpus if one.claim]
@@ -676,17 +676,17 @@ def amd(fake_gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KfdH
     return host
 
 
-def test_two_drivers_and_one_that_is_broken(fake_gpus: Any, amd: KfdHost, ask: Any) -> None:
+def test_two_drivers_and_one_that_is_broken(fake_gpus: Any, amd: KfdHost, run_here: Any) -> None:
     """It is named, and the other GPUs are shown."""
     amd.process(4_000_000, queues=(2,))
-    document = json.loads(ask("status", "--json").stdout)
+    document = json.loads(run_here("status", "--json").stdout)
     assert document["driver"] == "nvml, kfd"
     found = [(gpu["vendor"], gpu["state"]) for gpu in document["gpus"]]
     assert found == [("nvidia", "free")] * 8 + [("amd", "free"), ("amd", "busy")]
     fake_gpus.options(init_error=9)
 
     def shown(*form: str) -> str:
-        done = ask("status", *form)
+        done = run_here("status", *form)
         assert (done.returncode, "not loaded" in " ".join((done.stderr if form else done.stdout).split())) == (69, True)
         return done.stdout
 

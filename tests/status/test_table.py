@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import api, made_up
-from support.ground import write_for_all
 from support.real import tool
+from support.state import write_for_all
 from support.terminals import open_terminal
 
 picture = tool("picture")
@@ -139,7 +139,7 @@ def test_processes_of_a_mig_instance_are_shown_once() -> None:
     assert [line.split()[0] for line in lines[4:8]] == ["0", "graphics", "0:0", "compute"]
 
 
-def test_names_are_whole_in_what_is_piped(state_dir: Path, ask: Any) -> None:
+def test_names_are_whole_in_what_is_piped(state_dir: Path, run_here: Any) -> None:
     """The history, its sums and its report, and a table of hosts; on a terminal they have their columns."""
     directory = state_dir / "history"
     directory.mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_names_are_whole_in_what_is_piped(state_dir: Path, ask: Any) -> None:
     month = time.strftime("%Y-%m", time.gmtime(since))
     write_for_all(directory / f"{month}.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
     for words in ([], ["--by", "user"], ["--report", "week"]):
-        assert LONG_NAME in ask("history", *words).stdout, words
+        assert LONG_NAME in run_here("history", *words).stdout, words
     claims, _ = api.claims_between(since - 1, time.time())
     on_a_terminal = api.status_history.table_of_claims(claims, since - 1, time.time(), 80)
     assert max(map(len, on_a_terminal)) <= 80
@@ -528,8 +528,8 @@ def test_power_and_fan_are_shown_with_the_processes_where_they_fit() -> None:
     ("text", "mode", "most"),
     [("max_gpus = 4", 0o644, 4), ("max_gpus = 4", 0o666, None), ("max_gpus = 4\nmax_hold = x", 0o644, None)],
 )
-def test_a_file_that_does_not_count_limits_nobody(ground: Any, rules: Any, text: str, mode: int, most: Any) -> None:
-    ground.hold(0, uid=4711)
+def test_a_file_that_does_not_count_limits_nobody(dgx: Any, rules: Any, text: str, mode: int, most: Any) -> None:
+    dgx.hold(0, uid=4711)
     rules(f"[default]\n{text}").chmod(mode)
     status = api.gather()
     assert (status.max_gpus.get("4711"), status.gpus[0].state) == (most, "claimed")

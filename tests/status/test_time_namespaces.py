@@ -59,7 +59,7 @@ def test_a_holder_there_is_no_process_that_another_one_left_behind(there: Callab
     assert api.holders.has_ended(entry._replace(start=entry.start + 100)), "another process had that number"
 
 
-def test_a_holder_elsewhere_is_seen_from_there(there: Callable[..., Any], ground: Any) -> None:
+def test_a_holder_elsewhere_is_seen_from_there(there: Callable[..., Any], dgx: Any) -> None:
     """Also one in a third time namespace."""
     code = "from safe_gpu.status.gather import gather\n"
     code += "say([(one.claim.pid, one.claim.note) for one in gather().gpus if one.claim])\n"
@@ -92,8 +92,8 @@ def test_a_share_there_lets_others_in_beside_it(there: Callable[..., Any]) -> No
     assert try_claim(1, only=0, share="20GiB") == (0,)
 
 
-def test_a_waiter_there(there: Callable[..., Any], ground: Any, eventually: Callable[..., None]) -> None:
-    ground.hold(*range(8))
+def test_a_waiter_there(there: Callable[..., Any], dgx: Any, eventually: Callable[..., None]) -> None:
+    dgx.hold(*range(8))
     parent = there("say('waits'); claim(timeout=None); listen()", says="waits")
     eventually(lambda: len(api.gather().queue) > 0)
     (waiter,) = api.gather().queue

@@ -154,7 +154,7 @@ def mounted(place: Path, kind: str = "tmpfs", options: str = "rw", source: str |
 
 @pytest.fixture
 def file_lease(as_user: Callable[..., Actor]) -> Callable[[Path, int], None]:
-    """Give a file to a user who takes a file lease on it: every other open of it then blocks, for 45 seconds."""
+    """Give a file to a user who takes a file lease on it (fcntl(2)): every other open of it then blocks, for 45 s."""
 
     def take(path: Path, uid: int) -> None:
         os.chown(path, uid, uid)
@@ -163,10 +163,10 @@ def file_lease(as_user: Callable[..., Actor]) -> Callable[[Path, int], None]:
         def work(say: Say, listen: Listen) -> None:
             signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks to give it back
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            say("claimed")
+            say("leased")
             listen()
 
-        assert as_user(work, uid=uid).hear() == "claimed"
+        assert as_user(work, uid=uid).hear() == "leased"
         os.close(fd)
 
     return take
@@ -242,8 +242,8 @@ def command(
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """What a command that becomes no other prints, without a new interpreter for it."""
+def run_here(capsys: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``safe-gpu`` in this process, which saves an interpreter: for commands that do not become another one."""
 
     from safe_gpu.cli.commands import main
 

@@ -44,14 +44,14 @@ def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.05, secon
 
 
 class BatchSystem:
-    """A scheduler that runs jobs in a room (tests/schedulers/conftest.py)."""
+    """A scheduler whose jobs have a working directory in common (tests/schedulers/conftest.py)."""
 
     name = ""
     cancel = ""  # the command that ends jobs
 
-    def __init__(self, cluster: Any, room: Any) -> None:
+    def __init__(self, cluster: Any, workdir: Any) -> None:
         self.cluster = cluster
-        self.room = room
+        self.workdir = workdir
 
     def submit(self, *words: str) -> str:
         """Submit a job with these options and the script; its number."""
@@ -67,8 +67,8 @@ class BatchSystem:
 
     def claims(self, number: int) -> list[dict[str, Any]]:
         """Wait for so many claims; their records."""
-        wait_for(lambda: len(self.room.records("claim")) == number, f"{number} claims")
-        return list(self.room.records("claim"))
+        wait_for(lambda: len(self.workdir.records("claim")) == number, f"{number} claims")
+        return list(self.workdir.records("claim"))
 
     def end_all(self) -> None:
         left = list(self.jobs())
@@ -79,21 +79,21 @@ class BatchSystem:
     def check_cancelling(self, host: str, *where: str) -> None:
         """The first job is killed between its entry and its placeholder, the second while it waits; the third gets the
         GPUs. All run on the host to which the options ``where`` lead."""
-        room = self.room
-        holder = self.submit(*where, room.script("exec $CLAIM claim 8 --debug-sleep 600"))
-        wait_for(lambda: len(room.entries(host)) == 8, "entry of the first")
-        waiter = self.submit(*where, room.script("exec $CLAIM claim 8"))
-        wait_for(lambda: room.waiting(host) == 1, "ticket of the second")
-        heir = self.submit(*where, room.script("$CLAIM claim 8"))
-        wait_for(lambda: room.waiting(host) == 2, "ticket of the third")
+        workdir = self.workdir
+        holder = self.submit(*where, workdir.script("exec $CLAIM claim 8 --debug-sleep 600"))
+        wait_for(lambda: len(workdir.entries(host)) == 8, "entry of the first")
+        waiter = self.submit(*where, workdir.script("exec $CLAIM claim 8"))
+        wait_for(lambda: workdir.waiting(host) == 1, "ticket of the second")
+        third = self.submit(*where, workdir.script("$CLAIM claim 8"))
+        wait_for(lambda: workdir.waiting(host) == 2, "ticket of the third")
         self.cluster.run(self.cancel, waiter)
         self.finish(waiter)
         self.cluster.run(self.cancel, holder)
-        self.finish(holder, heir)
-        assert [claim["job"] for claim in room.verdict()] == [f"{self.name}:{heir}"]
+        self.finish(holder, third)
+        assert [claim["job"] for claim in workdir.verdict()] == [f"{self.name}:{third}"]
 
     def check_waiting(self, *where: str) -> None:
         """Jobs that declare no GPUs run at once as far as the scheduler knows: 4 of 4 GPUs each on 8 take turns."""
-        script = self.room.script("$CLAIM claim 4")
+        script = self.workdir.script("$CLAIM claim 4")
         self.finish(*[self.submit(*where, script) for _ in range(4)])
-        assert [len(claim["gpus"]) for claim in self.room.verdict()] == [4] * 4
+        assert [len(claim["gpus"]) for claim in self.workdir.verdict()] == [4] * 4

@@ -1,4 +1,4 @@
-"""The state directory of a test: where it lies, who holds and who waits there, and others who are played."""
+"""The state directory of a test, and the simulated DGX A100 whose GPUs are claimed, used and waited for there."""
 
 import os
 import subprocess
@@ -68,44 +68,51 @@ def simulated_doors() -> Any:
 
 
 class PlayedClaim:
-    """The claim of a process of that user: its entry and its doors, which this process holds in its place.
+    """The claim of another process: its entry and its doors, which this process holds in its place.
 
-    What else its entry says, or says in place of the truth, is given by key.
+    Args:
+        gpus: UUID -> bytes of its share; None is the whole GPU.
+        pid, uid: of the process whose claim it seems to be, and of its user.
+        content: keys of the entry, in addition or in place of those that a real claim writes.
     """
 
-    def __init__(self, gpus: dict[str, int | None], pid: int, uid: int, **said: Any) -> None:
+    def __init__(self, gpus: dict[str, int | None], pid: int, uid: int, **content: Any) -> None:
         from safe_gpu.coordination.entry import make_entry
         from safe_gpu.host import procfs
 
         self.doors = simulated_doors()
         process = {"pid": pid, "start": procfs.start_time(pid), "pidns": procfs.pid_namespace() or 0}
-        facts = {**process, "host": "gpu1", "command": "sleep", "since": round(time.time(), 3)}
+        defaults = {**process, "host": "gpu1", "command": "sleep", "since": round(time.time(), 3)}
         with locked_host() as host:
             claims = host.claims.look()
             for uuid, share in gpus.items():
-                known = {one.parts[uuid] for one in claims if uuid in one.parts}
+                parts_here = {one.parts[uuid] for one in claims if uuid in one.parts}
                 take = self.doors.take_whole if share is None else self.doors.take_share
-                assert take(uuid, known), f"{uuid} is held"
-            said = {**facts, "gpus": gpus, "parts": self.doors.parts, **said}
-            name, self.entry = make_entry(host.claims.directory, host.claims.next_number, said, by_children=False)
+                assert take(uuid, parts_here), f"{uuid} is held"
+            content = {**defaults, "gpus": gpus, "parts": self.doors.parts, **content}
+            name, self.entry = make_entry(host.claims.directory, host.claims.next_number, content, by_children=False)
         self.path = Path(os.environ["SAFE_GPU_DIR"], "claims", name)
         if uid != os.geteuid():
             os.fchown(self.entry.fd, uid, uid)
 
     def die(self) -> None:
-        """Let it end as by SIGKILL: the kernel gives back what it held, and its entry stays behind."""
+        """End it as SIGKILL does: the kernel gives back its locks and doors, and its entry stays behind."""
         self.doors.release()
         self.entry.release()
 
     def release(self) -> None:
-        """Let it release its claim."""
+        """End it as a release does."""
         with suppress(FileNotFoundError):
             self.path.unlink()
         self.die()
 
 
-class Ground:
-    """What lies in this test's state directory: who holds which GPU, who waits. Others can be played here."""
+class Dgx:
+    """The simulated DGX A100 of a test, whose eight GPUs other processes can seem to claim, or use without a claim.
+
+    Attributes:
+        uuids: of its GPUs, by index.
+    """
 
     def __init__(self) -> None:
         from safe_gpu.drivers.simulated import find_preset
@@ -116,7 +123,7 @@ class Ground:
         self._contexts: list[Any] = []
 
     @property
-    def directory(self) -> Path:
+    def state_dir(self) -> Path:
         return Path(os.environ["SAFE_GPU_DIR"])
 
     def claims(self) -> list[Any]:
@@ -126,21 +133,27 @@ class Ground:
         return living_claims()
 
     def claimed(self, *, inside: bool = False) -> list[int]:
-        """Indices of the GPUs that a living claim holds, a played one too; with ``inside``, one inside another."""
+        """Indices of the GPUs that a living claim holds, a played one too.
+
+        Args:
+            inside: of the claims inside others, in place of those that are not.
+        """
         held = {uuid for one in self.claims() if bool(one.inside) is inside for uuid in one.gpus}
         return [index for index, uuid in enumerate(self.uuids) if uuid in held]
 
     def tickets(self) -> list[str]:
-        """Names of the tickets of those who wait, in the order of the queue."""
+        """Names of the tickets, in the order of the queue."""
         from safe_gpu.coordination.queue import waiting_tickets
 
         return [ticket.name for ticket in waiting_tickets()]
 
-    def hold(self, *indices: int, until: float | None = None, uid: int | None = None, **said: Any) -> None:
-        """Play a claim of each of these GPUs, which is to end then, by a process of this or another user that sleeps.
+    def hold(self, *indices: int, until: float | None = None, uid: int | None = None, **content: Any) -> None:
+        """Play a claim of each of these GPUs by a process that sleeps.
 
         Args:
-            said: as for :class:`PlayedClaim`.
+            until: when the claims are expected to end, in Unix seconds; None: not known.
+            uid: of that process; None is this user.
+            content: as for :class:`PlayedClaim`; ``pid`` names another process.
         """
         own = os.geteuid()
         uid = own if uid is None else uid
@@ -148,22 +161,22 @@ class Ground:
             pytest.skip("needs root, to play another user")
         if uid not in self._sleepers:
             self._sleepers[uid] = subprocess.Popen(["sleep", "infinity"], user=None if uid == own else uid)
-        pid = said.pop("pid", self._sleepers[uid].pid)
+        pid = content.pop("pid", self._sleepers[uid].pid)
         for index in indices:
             uuid = self.uuids[index]
-            self._held[uuid] = PlayedClaim({uuid: None}, pid, uid, until=until, **said)
+            self._held[uuid] = PlayedClaim({uuid: None}, pid, uid, until=until, **content)
 
     def played(self, index: int) -> PlayedClaim:
         """The played claim of a GPU."""
         return self._held[self.uuids[index]]
 
     def let_go(self, *indices: int) -> None:
-        """Release those claims, of these GPUs or of all."""
+        """Release the played claims of these GPUs, or of all."""
         for uuid in [self.uuids[index] for index in indices] or list(self._held):
             self._held.pop(uuid).release()
 
     def occupy(self, *indices: int, kind: str = "compute", pid: int | None = None) -> list[Any]:
-        """Put a stranger's process on GPUs, this one by default; close() on what is returned ends it."""
+        """Put a process without a claim on each of these GPUs, this process by default; close() takes it off."""
         from safe_gpu.drivers.simulated import SimulatedDriver
 
         driver = SimulatedDriver("dgx-a100")
@@ -172,6 +185,7 @@ class Ground:
         return contexts
 
     def clear(self) -> None:
+        """End all that was started here."""
         self.let_go()
         for sleeper in self._sleepers.values():
             with sleeper:
@@ -181,8 +195,8 @@ class Ground:
 
 
 @pytest.fixture
-def ground(driver_libraries: object) -> Iterator[Ground]:
-    """The state directory of this test, and others who hold or use GPUs there; see :class:`Ground`."""
-    ground = Ground()
-    yield ground
-    ground.clear()
+def dgx(driver_libraries: object) -> Iterator[Dgx]:
+    """The simulated host of this test, and who holds or uses its GPUs; see :class:`Dgx`."""
+    dgx = Dgx()
+    yield dgx
+    dgx.clear()

@@ -399,17 +399,17 @@ REFUSAL = """<?xml version='1.0'?>
 def fake_qstat(tmp_path: Path) -> Qstat:
     """A qstat that answers what it is told to, and the environment of a job that finds it."""
 
-    def make(answer: str = "", *, status: int = 0, error: str = "") -> Environ:
+    def make(answer: str = "", *, status: int = 0, error: str = "", job: str = "1234") -> Environ:
         (tmp_path / "answer").write_text(answer)
         program = tmp_path / "qstat"
         program.write_text(
             f"#!{sys.executable}\nimport sys\n"
-            f"assert sys.argv[1:] == ['-j', '1234', '-xml'], sys.argv\n"
+            f"assert sys.argv[1:] == ['-j', {job!r}, '-xml'], sys.argv\n"
             f"sys.stderr.write({error!r})\nsys.stdout.write(open({str(tmp_path / 'answer')!r}).read())\n"
             f"sys.exit({status})\n"
         )
         program.chmod(0o755)
-        return {**env(SGE), "PATH": str(tmp_path)}
+        return {**env(SGE), "JOB_ID": job, "PATH": str(tmp_path)}
 
     return make
 
@@ -585,10 +585,11 @@ def test_the_end_of_a_slurm_job(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_a_job_of_grid_engine(fake_qstat: Qstat) -> None:
-    environ = fake_qstat(qstat_xml(hard(request("h_rt", 7200, valtype=3), request("gpu", 2))))
+    number = "70001"  # of which no other test asks: what qstat has told of a job is kept
+    environ = fake_qstat(qstat_xml(hard(request("h_rt", 7200, valtype=3), request("gpu", 2))), job=number)
     job = api.current(environ)
     assert api.with_end(environ, job, ask=True).walltime is None  # qstat is not asked for that alone
-    assert api.ask_qstat(environ, "1234") == 2
+    assert api.ask_qstat(environ, number) == 2
     assert api.with_end(environ, job, ask=True).walltime == 7200
 
 

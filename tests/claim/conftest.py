@@ -1,4 +1,4 @@
-"""Hosts, neighbours and waiters for claims in this process, and a check that a claim left nothing behind."""
+"""Hosts, other users and waiters for claims in this process, and a check that a claim left nothing behind."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,8 +53,8 @@ def untouched() -> Callable[[], AbstractContextManager[None]]:
 
 
 @pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    """No claim of one test reaches the next."""
+def release_after_test() -> Iterator[None]:
+    """Release what a test has claimed in this process, so that it does not reach the next one."""
     yield
     holder = api.owner.current_owner()
     if holder is not None:
@@ -62,8 +62,8 @@ def released() -> Iterator[None]:
 
 
 @pytest.fixture
-def line(dgx: Any) -> Iterator[Callable[..., api.Waiter]]:
-    """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
+def join_queue(dgx: Any) -> Iterator[Callable[..., api.Waiter]]:
+    """``join_queue(2, (0, 1), hold_for=600)``: a ticket of this process for two GPUs of those, until the test ends."""
     with ExitStack() as stack:
 
         def join(
@@ -90,10 +90,13 @@ def cleanup() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def user(as_user: Any) -> Callable[..., Any]:
-    """``user(ANNA, 2)``: a process of hers that claims two GPUs, says how that went, and holds them until told.
+def claim_as(as_user: Any) -> Callable[..., Any]:
+    """``claim_as(ANNA, 2)``: a process of hers that claims two GPUs, says how many it has, or the error, and releases
+    them when it is told to.
 
-    With ``gets`` it is to get them."""
+    With ``gate`` it says "ready" and waits to be told before it claims. With ``gets`` the test fails unless it gets
+    them.
+    """
 
     def start(uid: int, nb_gpus: int = 1, *, gate: bool = False, gets: bool = False, **options: Any) -> Any:
         def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
@@ -115,12 +118,12 @@ def user(as_user: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def waiting(user: Any, dgx: Any, eventually: Any) -> Callable[..., Any]:
-    """``waiting(ANNA, 2)``: a process of hers that has a ticket for two GPUs."""
+def wait_as(claim_as: Any, dgx: Any, eventually: Any) -> Callable[..., Any]:
+    """``wait_as(ANNA, 2)``: a process of hers that has a ticket for two GPUs."""
 
     def start(uid: int, nb_gpus: int = 1, **options: Any) -> Any:
         before = len(dgx.tickets())
-        one = user(uid, nb_gpus, **{"timeout": None, **options})
+        one = claim_as(uid, nb_gpus, **{"timeout": None, **options})
         eventually(lambda: len(dgx.tickets()) > before)
         return one
 
@@ -128,17 +131,18 @@ def waiting(user: Any, dgx: Any, eventually: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def while_it_watches(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """``while_it_watches(do)``: do something in the first pause of the claim that waits in this process."""
-    pause, left = time.sleep, []
+def in_first_pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """``in_first_pause(do)``: call ``do`` in the first pause of a claim that waits in this process."""
+    genuine_sleep = time.sleep
+    to_do: list[Callable[[], object]] = []
 
     def sleep(seconds: float) -> None:
-        if left:
-            left.pop()()
-        pause(seconds)
+        if to_do:
+            to_do.pop()()
+        genuine_sleep(seconds)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    return left.append
+    return to_do.append
 
 
 @pytest.fixture

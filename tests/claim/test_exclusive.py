@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from support.forks import forked
+from support.forks import out_of_child
 
 CODE = """
 import logging
@@ -20,7 +20,7 @@ def child_says():
 
 def run(gpus: Any, code: str) -> Any:
     """What ``code`` leaves in ``out``."""
-    return forked(gpus, CODE + code)
+    return out_of_child(gpus, CODE + code)
 
 
 def test_the_child_processes_of_a_claim_can_use_an_exclusive_gpu(fake_gpus: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import Host, Spies, claim
-from support.forks import forked
+from support.forks import out_of_child
 from support.state import write_for_all
 
 import safe_gpu
@@ -74,7 +74,7 @@ def claimed(gpus: Any, *requests: str, **environment: str) -> Any:
     for request in requests:
         claim = f"claim({request}, placeholder_fn=NoPlaceholder())"
         code += f"out.setdefault('taken', []).append({claim}); safe_gpu.release_gpus()\n"
-    return forked(gpus, code, **environment)
+    return out_of_child(gpus, code, **environment)
 
 
 def starts_over(out: Any) -> list[str]:
@@ -129,7 +129,7 @@ def test_an_instance_of_an_ill_gpu_is_taken_last(fake_gpus: Any) -> None:
     first, second, third = (fake_gpus.uuid("MIG", number) for number in range(3))
     fake_gpus.write({"mig": 1, "instances": f"{first},{second}", "recovery": 1}, {"mig": 1, "instances": third})
     code = "taken = claim(1, NoPlaceholder()); out = [taken, [gpu.uuid for gpu in safe_gpu.gpu_owner.gpus]]"
-    assert forked(fake_gpus, code) == [[1], [third]]
+    assert out_of_child(fake_gpus, code) == [[1], [third]]
 
 
 def test_run_takes_a_healthy_gpu(fake_gpus: Any, command: Any) -> None:
@@ -165,7 +165,7 @@ def noted(gpus: Any) -> list[int]:
 
 def failing(gpus: Any, code: str, **environment: str) -> tuple[str, dict[str, Any]]:
     """The message and the attributes of the error of a claim."""
-    kind, message, attributes = forked(gpus, f"out = {code}", **environment)
+    kind, message, attributes = out_of_child(gpus, f"out = {code}", **environment)
     assert kind == "PlaceholderError", message
     return message, attributes
 
@@ -183,7 +183,7 @@ def test_one_broken_gpu_does_not_defeat_every_claim(fake_gpus: Any, trouble: str
     assert ("80 GiB of 80 GiB of the GPU's memory are free, and nothing limits" in message) is (code == 2)
     assert "another process uses" not in message
     assert noted(fake_gpus) == [0]
-    assert forked(fake_gpus, "out = claim(1)") == [1]
+    assert out_of_child(fake_gpus, "out = claim(1)") == [1]
 
 
 def test_the_limits_of_a_share_do_not_excuse_a_broken_gpu(fake_gpus: Any, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_in_a_claim_of_several_it_is_found_out_which_gpu_fails(fake_gpus: Any, t
     assert f"GPU {bad} is taken last for an hour" in message
     assert attributes == {"device_no": bad, "uuid": fake_gpus.uuids[bad]}
     assert noted(fake_gpus) == [bad]
-    assert forked(fake_gpus, "out = claim(7)") == [index for index in range(8) if index != bad]
+    assert out_of_child(fake_gpus, "out = claim(7)") == [index for index in range(8) if index != bad]
 
 
 @pytest.mark.parametrize("option", ["ctx_error", "cuda_init_error"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
-from support.forks import in_fork
+from support.forks import json_from_child
 from support.guard import is_locked
 
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
@@ -35,23 +35,23 @@ def let_go(holder: Any) -> None:
     assert holder.hear() == "released"
 
 
-def test_a_limit_at_its_edges(rules: Any, user: Any) -> None:
+def test_a_limit_at_its_edges(rules: Any, claim_as: Any) -> None:
     rules("[default]\nmax_gpus = 3")
-    assert "4 GPUs asked for, and " in (refused := user(ANNA, 4, timeout=None).hear())
+    assert "4 GPUs asked for, and " in (refused := claim_as(ANNA, 4, timeout=None).hear())
     assert "allows you 3 at once on this host ([default]): ask for fewer" in refused
-    first = user(ANNA, 2, gets=True)
-    assert "you hold 2 of your 3 GPUs: wait for them (timeout=" in user(ANNA, 2).hear()
-    user(ANNA, 1, gets=True)
-    assert "1 GPU asked for, 5 free, and you hold 3 of your 3 GPUs" in user(ANNA, 1).hear()
-    user(BEN, 3, gets=True)  # limits are for each user
+    first = claim_as(ANNA, 2, gets=True)
+    assert "you hold 2 of your 3 GPUs: wait for them (timeout=" in claim_as(ANNA, 2).hear()
+    claim_as(ANNA, 1, gets=True)
+    assert "1 GPU asked for, 5 free, and you hold 3 of your 3 GPUs" in claim_as(ANNA, 1).hear()
+    claim_as(BEN, 3, gets=True)  # limits are for each user
     let_go(first)
-    user(ANNA, 2, gets=True)
+    claim_as(ANNA, 2, gets=True)
 
 
-def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any) -> None:
+def test_claims_at_the_same_moment_never_exceed_it(rules: Any, claim_as: Any) -> None:
     """Six processes of one user claim two GPUs each, and four are allowed."""
     rules("[default]\nmax_gpus = 4")
-    crowd = [user(ANNA, 2, gate=True) for _ in range(6)]
+    crowd = [claim_as(ANNA, 2, gate=True) for _ in range(6)]
     assert [one.hear() for one in crowd] == ["ready"] * 6
     for one in crowd:
         one.tell()
@@ -60,29 +60,33 @@ def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any) -> Non
     assert all("you hold 4 of your 4 GPUs" in answer for answer in answers[2:])
 
 
-def test_others_pass_a_waiter_whose_user_is_at_the_limit(rules: Any, user: Any, waiting: Any, eventually: Any) -> None:
+def test_others_pass_a_waiter_whose_user_is_at_the_limit(
+    rules: Any, claim_as: Any, wait_as: Any, eventually: Any
+) -> None:
     rules("[user 4711]\nmax_gpus = 2")
-    first = user(ANNA, 2, gets=True)
-    in_front = waiting(ANNA, 1)
-    passing = [user(BEN, 2), user(CARLA, 3)]
+    first = claim_as(ANNA, 2, gets=True)
+    in_front = wait_as(ANNA, 1)
+    passing = [claim_as(BEN, 2), claim_as(CARLA, 3)]
     assert [one.hear() for one in passing] == ["2", "3"]
-    assert "you hold 2 of your 2 GPUs" in user(ANNA, 1).hear()
+    assert "you hold 2 of your 2 GPUs" in claim_as(ANNA, 1).hear()
     let_go(first)  # and she gets hers
     assert in_front.hear() == "1"
 
 
-def test_a_waiter_is_passed_neither_by_the_same_user_nor_below_the_limit(rules: Any, user: Any, waiting: Any) -> None:
+def test_a_waiter_is_passed_neither_by_the_same_user_nor_below_the_limit(
+    rules: Any, claim_as: Any, wait_as: Any
+) -> None:
     """The first claim of hers wants more than is left to her, the second does not: else large requests would starve."""
     rules("[default]\nmax_gpus = 4\n[user 4712]\nmax_gpus = 9")
-    user(ANNA, 2, gets=True)
-    in_front = waiting(ANNA, 3)
-    assert f"(pid {in_front.pid}" in user(ANNA, 1).hear()
-    user(BEN, 1, gets=True)
-    in_front = waiting(BEN, 8)
-    assert f"behind {api.procfs.user_name(BEN)} (pid {in_front.pid}" in user(CARLA, 1).hear()
+    claim_as(ANNA, 2, gets=True)
+    in_front = wait_as(ANNA, 3)
+    assert f"(pid {in_front.pid}" in claim_as(ANNA, 1).hear()
+    claim_as(BEN, 1, gets=True)
+    in_front = wait_as(BEN, 8)
+    assert f"behind {api.procfs.user_name(BEN)} (pid {in_front.pid}" in claim_as(CARLA, 1).hear()
 
 
-def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, dgx: Any, waiting: Any) -> None:
+def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, dgx: Any, wait_as: Any) -> None:
     """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
     path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5\nmax_wait = 1h")
     found = api.quota_of(str(path), pytest.fail)
@@ -92,7 +96,7 @@ def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, dgx: Any
         found.prepare(host)
         assert (found.most_of(BEN), found.unresolved) == (None, True)
         dgx.hold(0)
-        waiting(BEN, only=0)
+        wait_as(BEN, only=0)
         host.prepare()
         found.prepare(host)
         assert (found.most_of(BEN), found.unresolved) == (5, False)
@@ -103,7 +107,7 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any) 
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         with claim(2, delegate=True):
-            say(in_fork(lambda: len(claim(2, timeout=9, hold_for=99).gpus)))
+            say(json_from_child(lambda: len(claim(2, timeout=9, hold_for=99).gpus)))
 
     assert as_user(work, uid=ANNA).hear() == "2"
 
@@ -144,10 +148,10 @@ def test_max_wait_ends_a_wait(rules: Any, dgx: Any, command: Any) -> None:
     assert (done.returncode, said in done.stderr) == (75, True)
 
 
-def test_nothing_is_taken_in_a_foreseen_claim_beyond_the_limit(rules: Any, user: Any) -> None:
+def test_nothing_is_taken_in_a_foreseen_claim_beyond_the_limit(rules: Any, claim_as: Any) -> None:
     rules(NAMED + "max_gpus = 1")
     assert len(api.wait_for_gpus(1, timeout=0)) == 1
-    user(0, gets=True)
+    claim_as(0, gets=True)
     with pytest.raises(NotEnoughGpusError, match="you hold 1 of your 1 GPU"):
         api.wait_for_gpus(1, timeout=0)
 
@@ -184,25 +188,25 @@ def test_groups_are_resolved_before_the_lock(rules: Any, monkeypatch: pytest.Mon
     assert asked == [("staff", False)]
 
 
-def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
+def test_room_for_claims_across_hosts(rules: Any, claim_as: Any) -> None:
     path = rules(NAMED + "max_gpus = 3")
     holder = api.HolderProcess(api.ClaimArguments(), "a test")
     assert holder.report(1).free == 3
     assert holder.report(4).free == -1
-    user(0, 2, gets=True)
+    claim_as(0, 2, gets=True)
     assert holder.report(1).free == 1
     path.unlink()
     assert holder.report(1).free == 6
 
 
-def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
+def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, claim_as: Any) -> None:
     rules("[default]\nmax_gpus = 1")
-    user(ANNA, 2, share="20GiB", gets=True)
-    assert "you hold 0.5 of your 1 GPU" in user(ANNA, 3, share="20GiB").hear()
-    assert "you hold 0.5 of your 1 GPU" in user(ANNA).hear()
-    assert "1.2 GPUs asked for" in user(BEN, 5, share="20GiB").hear()
-    user(ANNA, 2, share="20GiB", gets=True)
-    assert "you hold 1 of your 1 GPU" in user(ANNA, share="1GiB").hear()
+    claim_as(ANNA, 2, share="20GiB", gets=True)
+    assert "you hold 0.5 of your 1 GPU" in claim_as(ANNA, 3, share="20GiB").hear()
+    assert "you hold 0.5 of your 1 GPU" in claim_as(ANNA).hear()
+    assert "1.2 GPUs asked for" in claim_as(BEN, 5, share="20GiB").hear()
+    claim_as(ANNA, 2, share="20GiB", gets=True)
+    assert "you hold 1 of your 1 GPU" in claim_as(ANNA, share="1GiB").hear()
 
 
 # What the entries of a user say of themselves never lowers what they count
@@ -242,11 +246,11 @@ def test_made_up_names_hide_no_gpu_that_the_driver_does_not_show(rules: Any, dgx
 
 
 @pytest.mark.parametrize("change", ["raised", "killed"])
-def test_who_waits_at_the_limit_is_served_when_it_changes(rules: Any, user: Any, waiting: Any, change: str) -> None:
+def test_who_waits_at_the_limit_is_served_when_it_changes(rules: Any, claim_as: Any, wait_as: Any, change: str) -> None:
     """Also where the claim that was killed had another GPU, and nobody else has removed its entry."""
     rules("[default]\nmax_gpus = 1")
-    holder = user(ANNA, only=7, gets=True)
-    waiter = waiting(ANNA, only=0)
+    holder = claim_as(ANNA, only=7, gets=True)
+    waiter = wait_as(ANNA, only=0)
     if change == "raised":
         rules("[default]\nmax_gpus = 2")
     else:
@@ -269,13 +273,13 @@ def served(holder: Any, crowd: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("order", ["fifo", "fair"])
-def test_one_request_does_not_wait_for_a_sweep(rules, user, waiting, order: str, monkeypatch) -> None:
+def test_one_request_does_not_wait_for_a_sweep(rules, claim_as, wait_as, order: str, monkeypatch) -> None:
     monkeypatch.setattr("safe_gpu.claim.report.EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
     rules(f"[host]\norder = {order}")
-    holders = [user(ANNA, 1) for _ in range(8)]
+    holders = [claim_as(ANNA, 1) for _ in range(8)]
     assert [one.hear() for one in holders] == ["1"] * 8
-    sweep = [waiting(ANNA) for _ in range(4)]
-    ben = waiting(BEN)
+    sweep = [wait_as(ANNA) for _ in range(4)]
+    ben = wait_as(BEN)
     crowd = [*sweep, ben]
     # Anna holds eight, so her first ticket has the turn 8.5; Ben comes after that one and before her next.
     expected = [sweep[0], ben, *sweep[1:]] if order == "fair" else [*sweep, ben]
@@ -284,10 +288,10 @@ def test_one_request_does_not_wait_for_a_sweep(rules, user, waiting, order: str,
 
 
 @pytest.mark.parametrize(("before", "after", "turns"), [("fifo", "fair", [None]), ("fair", "fifo", [1.0])])
-def test_a_claim_keeps_its_first_order(rules, line, dgx, stranger_pid, monkeypatch, before, after, turns) -> None:
+def test_a_claim_keeps_its_first_order(rules, join_queue, dgx, stranger_pid, monkeypatch, before, after, turns) -> None:
     """Else it could wait for one who waits for it. Root changes the order between two looks."""
     rules(f"[host]\norder = {before}")
-    line(1, (0,))
+    join_queue(1, (0,))
     written, confirm = [], api.search.confirm
 
     def changing(*arguments: Any) -> bool:
@@ -307,15 +311,15 @@ def test_a_claim_keeps_its_first_order(rules, line, dgx, stranger_pid, monkeypat
     assert written == turns
 
 
-def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, waiting: Any) -> None:
+def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, claim_as: Any, wait_as: Any) -> None:
     """Who changes the order while some wait changes nobody's place."""
     rules("[host]\norder = fifo")
-    holder = user(ANNA, 8, gets=True)
-    first = waiting(ANNA, 8)
+    holder = claim_as(ANNA, 8, gets=True)
+    first = wait_as(ANNA, 8)
     rules("[host]\norder = fair\n[user 4712]\nweight = 2")
-    second = waiting(BEN, 8)
-    third = waiting(BEN, 8)
-    fourth = waiting(CARLA, 8)
+    second = wait_as(BEN, 8)
+    third = wait_as(BEN, 8)
+    fourth = wait_as(CARLA, 8)
     turns = {one.pid: api.turn_of(one) for one in api.waiting_tickets()}
     assert [turns[one.pid] for one in (first, second, third, fourth)] == [None, 0.5, 4.5, 0.5]
     crowd = [first, second, third, fourth]
@@ -324,27 +328,29 @@ def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, 
         holder = one
 
 
-def test_who_is_passed_is_told_who_is_in_turn(rules, user, as_user, waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_passed_is_told_who_is_in_turn(
+    rules, claim_as, as_user, wait_as, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("safe_gpu.claim.report.EARLY_INTERVAL", 0.1)
     rules("[host]\norder = fair")
-    user(ANNA, 8, hold_for=3600, gets=True)
-    first = waiting(ANNA, 8, hold_for=60)
+    claim_as(ANNA, 8, hold_for=3600, gets=True)
+    first = wait_as(ANNA, 8, hold_for=60)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         api.wait_for_gpus(8, hold_for=60, on_wait=lambda status: say(api.waiting_message(status, holders=False)))
 
     passed = as_user(work, uid=ANNA)  # has the turn 16.5, and Ben, who comes when it waits, 9
 
-    def told(text: str) -> None:
+    def hear_line_with(text: str) -> None:
         assert any(re.search(text, line) for line in iter(passed.hear, ""))
 
-    told(r", #2 in the queue, starts .* or later; behind \S+ \(pid ")
-    ben = waiting(BEN, 8, hold_for=60)
+    hear_line_with(r", #2 in the queue, starts .* or later; behind \S+ \(pid ")
+    ben = wait_as(BEN, 8, hold_for=60)
     assert [one.pid for one in api.gather().queue] == [first.pid, ben.pid, passed.pid]
-    told(rf", #3 in the queue, starts .* or later; behind \S+ \(pid {ben.pid}, wants 8 GPUs, ")
+    hear_line_with(rf", #3 in the queue, starts .* or later; behind \S+ \(pid {ben.pid}, wants 8 GPUs, ")
     first.end()
     ben.end()
-    told(r"0 free\), starts about ")
+    hear_line_with(r"0 free\), starts about ")
 
 
 # How long a claim waits and will hold its GPUs: what may be said, and what counts where nothing is

@@ -14,7 +14,7 @@ import pytest
 from support import api
 from support.actor import Actor
 from support.claims import claim, try_claim
-from support.forks import forked, in_fork
+from support.forks import json_from_child, out_of_child
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
@@ -207,7 +207,7 @@ def test_bind_in_python_notices_it_and_makes_no_state_directory(host: Any) -> No
         host.edits[host.uuids[0]] = {"lost": True}
         return [made, SHIFT in before, SHIFT in str(safe_gpu.bind())]
 
-    assert in_fork(work) == [False, False, True]
+    assert json_from_child(work) == [False, False, True]
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
@@ -408,8 +408,8 @@ def test_compute_instances_have_one_memory(fake_gpus: Any, sharing: Any) -> None
     holder = sharing(only="0:0", env=fake_gpus.env)
 
     def sibling(**options: str) -> Any:
-        assert forked(fake_gpus, f"out = claim(1, NoPlaceholder(), only='0:2', **{options})") == [0]
-        return forked(fake_gpus, f"out = claim(1, NoPlaceholder(), only='0:1', **{options})")
+        assert out_of_child(fake_gpus, f"out = claim(1, NoPlaceholder(), only='0:2', **{options})") == [0]
+        return out_of_child(fake_gpus, f"out = claim(1, NoPlaceholder(), only='0:1', **{options})")
 
     assert "have one memory, so it cannot be shared" in sibling(share="1GiB")[1]
     assert sibling() == [0]

@@ -46,13 +46,13 @@ def test_but_no_longer_than_the_claim_waits(host, timeout: float) -> None:
 
 
 def test_a_driver_that_shows_gpus_and_not_who_uses_them_is_not_waited_for_for_ever(
-    host, dgx, same_gpus, monkeypatch, while_it_watches
+    host, dgx, same_gpus, monkeypatch, in_first_pause
 ) -> None:
     """The error says what was tried, and has the attributes of the one that came at last."""
     monkeypatch.setattr("safe_gpu.claim.search.LONGEST_TROUBLE", 1.0)
     monkeypatch.setattr(host, "usage", Mock(side_effect=api.NoDriverError("no answer", driver="nvml")))
     dgx.hold(0)
-    while_it_watches(dgx.let_go)
+    in_first_pause(dgx.let_go)
     with pytest.raises(api.NoDriverError, match=r"^no answer \(it was tried [2-9] times in 1 s\)$") as caught:
         claim(only=0, timeout=PATIENCE)
     assert caught.value.driver == "nvml"
@@ -80,9 +80,9 @@ class Disk:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_is_full_at_its_turn_is_waited_for(host, dgx, monkeypatch, caplog, while_it_watches, code) -> None:
+def test_a_disk_that_is_full_at_its_turn_is_waited_for(host, dgx, monkeypatch, caplog, in_first_pause, code) -> None:
     dgx.hold(0)
-    while_it_watches(dgx.let_go)
+    in_first_pause(dgx.let_go)
     disk = Disk(monkeypatch, code, times=3)
     assert claim(only=0, timeout=PATIENCE).devices_taken == [0]
     assert disk.left < 0
@@ -90,10 +90,10 @@ def test_a_disk_that_is_full_at_its_turn_is_waited_for(host, dgx, monkeypatch, c
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_but_not_for_ever(host, dgx, monkeypatch, while_it_watches, code: int) -> None:
+def test_but_not_for_ever(host, dgx, monkeypatch, in_first_pause, code: int) -> None:
     monkeypatch.setattr("safe_gpu.claim.search.LONGEST_TROUBLE", 0.5)
     dgx.hold(0)
-    while_it_watches(dgx.let_go)
+    in_first_pause(dgx.let_go)
     Disk(monkeypatch, code)
     with pytest.raises(api.StateDirError, match=r"^no room \(it was tried [2-9] times in 0 s\)$") as caught:
         claim(only=0, timeout=PATIENCE)
@@ -102,9 +102,9 @@ def test_but_not_for_ever(host, dgx, monkeypatch, while_it_watches, code: int) -
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EMFILE, None])
-def test_what_does_not_pass_by_itself_is_not_waited_for(host, dgx, monkeypatch, caplog, while_it_watches, code) -> None:
+def test_what_does_not_pass_by_itself_is_not_waited_for(host, dgx, monkeypatch, caplog, in_first_pause, code) -> None:
     dgx.hold(0)
-    while_it_watches(dgx.let_go)
+    in_first_pause(dgx.let_go)
     disk = Disk(monkeypatch, code)
     with pytest.raises(api.StateDirError, match=r"^no room$"):
         claim(only=0, timeout=PATIENCE)
@@ -112,7 +112,7 @@ def test_what_does_not_pass_by_itself_is_not_waited_for(host, dgx, monkeypatch, 
     assert "waiting 1 min" not in caplog.text
 
 
-def test_nor_are_too_many_entries_of_ones_own(host, dgx, monkeypatch, caplog, while_it_watches) -> None:
+def test_nor_are_too_many_entries_of_ones_own(host, dgx, monkeypatch, caplog, in_first_pause) -> None:
     """Nobody else ends them."""
 
     def others_come_while_it_waits() -> None:
@@ -120,7 +120,7 @@ def test_nor_are_too_many_entries_of_ones_own(host, dgx, monkeypatch, caplog, wh
         dgx.let_go()
 
     dgx.hold(0)
-    while_it_watches(others_come_while_it_waits)
+    in_first_pause(others_come_while_it_waits)
     with pytest.raises(api.StateDirError, match="as many files of yours as count") as caught:
         claim(only=0, timeout=PATIENCE)
     assert caught.value.errno is None, "no call has failed"

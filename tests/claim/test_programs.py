@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import api
 from support.claims import claim, try_claim
-from support.forks import in_fork
+from support.forks import json_from_child
 from support.gpus import PACKAGE_ROOT
 from support.guard import is_locked
 from support.real import long
@@ -64,7 +64,7 @@ def test_a_release_leaves_files_alone_that_have_its_old_numbers(dgx, tmp_path, p
         left = all(os.path.exists(f"/proc/self/fd/{fd}") for fd in taken)
         return [len(taken) > 2, lost_in_child, left, (tmp_path / "own").read_text()]
 
-    assert in_fork(daemon) == [True, 0, True, "kept"]
+    assert json_from_child(daemon) == [True, 0, True, "kept"]
 
 
 @pytest.mark.parametrize("app", ["frozen", "embedding", "python"])
@@ -205,7 +205,7 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent(threads: Threads
     def ensure() -> list[int]:
         return safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).devices_taken
 
-    assert in_fork(ensure) == [2]
+    assert json_from_child(ensure) == [2]
 
 
 def test_a_placeholder_that_asks_for_the_same_gpus_is_refused(dgx: Any) -> None:
@@ -413,7 +413,7 @@ def test_a_claim_whose_descriptors_were_closed_is_noticed(dgx: Any) -> None:
         again = safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
         return errors, again.devices_taken
 
-    errors, taken = in_fork(daemon)
+    errors, taken = json_from_child(daemon)
     assert (len(errors), len(set(errors)), taken) == (3, 1, [0, 1])
     assert "no longer holds GPU 0,1, which it claimed" in errors[0]
     assert "call release_gpus(), and claim again" in errors[0]
@@ -432,13 +432,13 @@ def test_one_that_lost_its_entry_or_a_door_alone_too(dgx: Any, closed: str) -> N
                 safe_gpu.bind()
         return "noticed"
 
-    assert in_fork(lose) == "noticed"
+    assert json_from_child(lose) == "noticed"
 
 
 def test_a_forked_child_binds_by_the_claim_of_its_parent(dgx: Any) -> None:
     """It has no doors."""
     with claim(1):
-        assert in_fork(lambda: len(safe_gpu.bind().cpus) > 0)
+        assert json_from_child(lambda: len(safe_gpu.bind().cpus) > 0)
 
 
 def test_a_child_that_c_code_forks_removes_the_entry_of_its_own_claim(dgx: Any, state_dir: Path) -> None:
@@ -451,7 +451,7 @@ def test_a_child_that_c_code_forks_removes_the_entry_of_its_own_claim(dgx: Any, 
             os._exit(len(os.listdir(state_dir / "claims")))
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert in_fork(fork_in_c) == 0
+    assert json_from_child(fork_in_c) == 0
 
 
 # What claims write into the history, whatever way they end

@@ -57,7 +57,7 @@ QUEUES = {
 
 
 @pytest.mark.parametrize("case", QUEUES.values(), ids=QUEUES)
-def test_who_may_go_first(case: dict[str, Any], dgx, line, stranger_pid: int) -> None:
+def test_who_may_go_first(case: dict[str, Any], dgx, join_queue, stranger_pid: int) -> None:
     scene = {"ahead": [], "claimed": (), "due": {}, "strangers": (), "only": (), "hold_for": None, **case}
     dgx.hold(*scene["claimed"])  # nobody knows for how long
     now = time.time()
@@ -65,16 +65,16 @@ def test_who_may_go_first(case: dict[str, Any], dgx, line, stranger_pid: int) ->
         dgx.hold(index, until=now + seconds)
     dgx.occupy(*scene["strangers"], pid=stranger_pid)
     for nb_gpus, gpus, *hold_for in scene["ahead"]:
-        line(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
+        join_queue(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
     assert try_claim(scene["nb_gpus"], only=scene["only"], hold_for=scene["hold_for"]) == scene["gets"]
     assert len(dgx.tickets()) == len(scene["ahead"])
     assert dgx.claimed() == sorted({*scene["claimed"], *scene["due"]})
 
 
-def test_a_holder_that_let_go_is_a_stranger_unless_it_is_dying(dgx, line, zombie: int, stranger_pid: int) -> None:
+def test_a_holder_that_let_go_is_a_stranger_unless_it_is_dying(dgx, join_queue, zombie: int, stranger_pid: int) -> None:
     """The GPU of one that dies is free in a moment, that of one who computes on it is not."""
     (dying,) = dgx.occupy(7, pid=zombie)
-    line(8)
+    join_queue(8)
     assert try_claim(1) is None
     dying.close()
     dgx.occupy(7, pid=stranger_pid)
@@ -167,8 +167,8 @@ def test_a_stranger_who_has_left_blocks_nobody(command, dgx, rarely_polled, stra
     assert large.wait(60) == 0
 
 
-def test_a_timeout_is_one_deadline_wherever_one_stands(dgx, line) -> None:
-    line(8)
+def test_a_timeout_is_one_deadline_wherever_one_stands(dgx, join_queue) -> None:
+    join_queue(8)
     dgx.hold(0)
     for only in ((), (1,)):
         with pytest.raises(ClaimTimeout, match=rf"behind \S+ \(pid {os.getpid()}, wants 8 GPUs"):
@@ -267,13 +267,13 @@ def test_wherever_an_interrupt_comes_nothing_is_left_behind(wanted, dgx, child, 
 # Ranges: at least so many, and more if these can be had at once
 
 
-def test_a_range_takes_what_is_free_and_passes_nobody(dgx: Any, line: Any) -> None:
+def test_a_range_takes_what_is_free_and_passes_nobody(dgx: Any, join_queue: Any) -> None:
     dgx.hold(0, 1, 2, 3)
     assert try_claim((2, 4)) == try_claim((2, 6)) == try_claim((4, 5)) == (4, 5, 6, 7)
     assert try_claim((5, 6)) is None
-    line(3, (0, 1, 4))
+    join_queue(3, (0, 1, 4))
     assert try_claim((2, 8)) == (5, 6, 7)
-    line(8)
+    join_queue(8)
     assert try_claim((2, 4)) is None
     for nonsense in ((0, 2), (4, 2), (2, 2), (1, 2, 3), ("a", "b"), (2.5, 3)):
         with pytest.raises(UnsatisfiableRequestError, match="nb_gpus"):
@@ -297,12 +297,12 @@ def linked(host_of: Any) -> Host:
     return host
 
 
-def test_one_that_cannot_use_the_free_gpu_is_passed(linked, dgx, line) -> None:
+def test_one_that_cannot_use_the_free_gpu_is_passed(linked, dgx, join_queue) -> None:
     linked.stranger(0, kind="graphics", memory=1 << 30)
-    line(1, (0,), min_memory=79 << 30)
-    line(1, (0,), max_utilization=10)
+    join_queue(1, (0,), min_memory=79 << 30)
+    join_queue(1, (0,), max_utilization=10)
     assert try_claim(1, only=0) == (0,)
-    line(1, (0,), min_memory=7 << 30)
+    join_queue(1, (0,), min_memory=7 << 30)
     assert try_claim(1, only=0) is None
 
 
@@ -310,12 +310,12 @@ def test_one_that_cannot_use_the_free_gpu_is_passed(linked, dgx, line) -> None:
     ("strangers", "near", "gets"),
     [((), "numa", None), ((1, 2), "numa", (0,)), ((1,), "nvlink", (0,)), ((2, 3), "numa", None)],
 )
-def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets, linked, dgx, line) -> None:
+def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets, linked, dgx, join_queue) -> None:
     """GPUs 0 and 1 share a node, and so do 2 and 3; the waiter wants two of the four."""
     dgx.hold(*range(4, 8))
     for number in strangers:
         linked.stranger(number)
-    line(2, range(4), near=near)
+    join_queue(2, range(4), near=near)
     assert try_claim(1, only=0) == gets
 
 
@@ -323,13 +323,13 @@ def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets
     ("there", "condition"),
     [("free", {"colour": "red"}), ("held", {"near": ["a", "b"]}), ("stranger", {"max_utilization": "x" * 100})],
 )
-def test_an_unknown_condition_is_waited_for(there: str, condition, linked, dgx, line, monkeypatch) -> None:
+def test_an_unknown_condition_is_waited_for(there: str, condition, linked, dgx, join_queue, monkeypatch) -> None:
     """Whether the waiter can use GPU 5 is not known, nor when it will have it. A stopped one is passed."""
     dgx.hold(*range(6, 8), *([4] if there == "held" else []), until=time.time() + 1000)
     if there == "stranger":
         linked.stranger(4)
-    line(2, (4, 5), hold_for=60, **condition)
-    line(8, hold_for=60)
+    join_queue(2, (4, 5), hold_for=60, **condition)
+    join_queue(8, hold_for=60)
     assert try_claim(1, only=5, hold_for=1) is None
     assert try_claim(1, only="3,5", hold_for=1) == (3,)
     monkeypatch.setattr("safe_gpu.claim.queue_place.is_stopped", lambda ticket, known: ticket.number == 1)

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from support import api
 from support.claims import claim, try_claim
-from support.forks import in_fork
+from support.forks import json_from_child
 from support.guard import is_locked
 
 import safe_gpu
@@ -167,11 +167,13 @@ def test_the_environment_of_before_comes_back(spies, untouched, monkeypatch) -> 
 # What a look takes and reads: nothing slow under host.lock
 
 
-def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, cleanup: ExitStack, monkeypatch) -> None:
+def test_a_process_is_looked_up_once_and_never_under_host_lock(
+    host, join_queue, cleanup: ExitStack, monkeypatch
+) -> None:
     """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed. Whose
     process it is, a directory service may have to say, and only who is refused is told."""
     cleanup.enter_context(host.stranger(0))
-    line(8)
+    join_queue(8)
     looked_up, command_of, user_of = [], api.procfs.command_of, Mock(return_value="anna")
 
     def look_up(pid: int) -> Any:
@@ -186,13 +188,13 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, clean
 
 
 @pytest.mark.parametrize(("age", "polls"), [(0.5, 0), (2.0, 1)])
-def test_who_passes_a_waiter_knows_the_host_of_this_second(age, polls, host, line, cleanup, monkeypatch) -> None:
+def test_who_passes_a_waiter_knows_the_host_of_this_second(age, polls, host, join_queue, cleanup, monkeypatch) -> None:
     """What blocks the waiter may have ended since the poll, and then it may not be passed."""
     cleanup.enter_context(host.stranger(7))
     assert try_claim(1) == (6,)
     usual = host.polls
     monkeypatch.setattr(api.view.Polls, "age", property(lambda self: age if host.polls == usual + 1 else 0.0))
-    line(8)
+    join_queue(8)
     assert try_claim(1) == (6,)
     assert host.polls == 2 * usual + polls
 
@@ -345,7 +347,7 @@ def test_a_forked_child_frees_nothing_and_leaves_the_placeholders_alone(host: An
         released = host.events.count("placeholder released")
         return [safe_gpu.gpu_owner is None, safe_gpu.get_free_gpus(), dict(os.environ) == environment, released]
 
-    assert in_fork(work) == [True, OTHERS, True, 0]
+    assert json_from_child(work) == [True, OTHERS, True, 0]
     assert safe_gpu.get_free_gpus() == OTHERS
     assert owner.devices_taken == [0, 1]
     owner.release_gpus()
@@ -354,11 +356,11 @@ def test_a_forked_child_frees_nothing_and_leaves_the_placeholders_alone(host: An
 
 def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     safe_gpu.claim_gpus(2, timeout=0)
-    name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(1, timeout=None).devices_taken)
+    name, message, _ = json_from_child(lambda: safe_gpu.claim_gpus(1, timeout=None).devices_taken)
     assert (name, "delegate=True" in message) == ("NotEnoughGpusError", True)
     assert f"process {os.getpid()}, a parent of this one, holds GPU 0,1" in message
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-    assert in_fork(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
+    assert json_from_child(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
 
 
 def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(host: Any, dgx: Any) -> None:
@@ -397,7 +399,7 @@ def test_the_entry_and_the_owner_say_who_holds_which_gpus(dgx: Any, monkeypatch:
         assert (entry.pid, entry.uid, entry.job, entry.token) == (os.getpid(), os.geteuid(), "sge:4711.3", "")
         assert entry.gpus == {gpu.uuid: None for gpu in owner.gpus}
         told = f"<GPUOwner: GPU 0-2 (NVIDIA A100-SXM4-80GB), held by process {os.getpid()}>"
-        assert in_fork(lambda: repr(owner)) == told
+        assert json_from_child(lambda: repr(owner)) == told
 
 
 # The logger ``safe_gpu``: silent unless asked, one line a step, and the same facts as data
@@ -456,8 +458,8 @@ def test_one_line_a_step_and_the_same_facts_as_data(caplog: pytest.LogCaptureFix
     assert lines[assigned].safe_gpu_environment == variables
 
 
-def test_a_wait_is_told_with_its_data(line, dgx, caplog: pytest.LogCaptureFixture) -> None:
-    line(8)
+def test_a_wait_is_told_with_its_data(join_queue, dgx, caplog: pytest.LogCaptureFixture) -> None:
+    join_queue(8)
     dgx.hold(0)
     caplog.set_level(logging.INFO, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):

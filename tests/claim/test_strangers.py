@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support import api
-from support.forks import forked
+from support.forks import out_of_child
 from support.state import write_for_all
 
 import safe_gpu
@@ -210,7 +210,7 @@ def claimed(number=1, *arguments, **options):
 
 def run(gpus: Any, code: str, **environment: str) -> Any:
     """What ``code`` leaves in ``out``."""
-    return forked(gpus, PRELUDE + code, **environment)
+    return out_of_child(gpus, PRELUDE + code, **environment)
 
 
 @pytest.fixture
@@ -349,14 +349,14 @@ def test_a_note_that_cannot_be_written_costs_nothing(host: Any, caplog: pytest.L
 def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus: Any, stranger_pid: int) -> None:
     fake_gpus.set(8, mode=3)
     fake_gpus.process(fake_gpus.uuids[0], stranger_pid, 8 << 20, kind="graphics")  # not among those that are asked for
-    assert forked(fake_gpus, "out = claim(1, CudaPlaceholder())")[0] == "PlaceholderError"
-    assert forked(fake_gpus, "out = claim(1, CudaPlaceholder())") == [1]
+    assert out_of_child(fake_gpus, "out = claim(1, CudaPlaceholder())")[0] == "PlaceholderError"
+    assert out_of_child(fake_gpus, "out = claim(1, CudaPlaceholder())") == [1]
 
 
 @pytest.mark.parametrize(("trouble", "number", "noted"), [("bad", 1, [0]), ("bad_init", 1, [0]), ("bad_init", 4, [0])])
 def test_a_broken_gpu_is_blamed_also_where_cuda_does_not_say_which_it_is(fake_gpus, trouble, number, noted) -> None:
     fake_gpus.change(0, **{trouble: 214})
-    name, message, _ = forked(fake_gpus, f"out = claim({number})")
+    name, message, _ = out_of_child(fake_gpus, f"out = claim({number})")
     assert (name, "(214)" in message) == ("PlaceholderError", True)
     assert notes() == [fake_gpus.uuids[index] for index in noted]
-    assert not noted or forked(fake_gpus, "out = claim(7)") == [1, 2, 3, 4, 5, 6, 7]
+    assert not noted or out_of_child(fake_gpus, "out = claim(7)") == [1, 2, 3, 4, 5, 6, 7]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import api
-from support.forks import VARIABLES, forked
+from support.forks import VARIABLES, out_of_child
 from support.gpus import run_python
 from support.vendor_hosts import HipHost, IntelHost, without_hip
 
@@ -31,7 +31,7 @@ def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
 
 def refused(host: Any, code: str, kind: str, *parts: str, **environment: str) -> dict[str, Any]:
     """What an error of this kind, with these words in its text, says besides: ``code`` leads to it in a child."""
-    name, message, attributes = forked(host, code, **environment)
+    name, message, attributes = out_of_child(host, code, **environment)
     assert (name, [part for part in parts if part not in message]) == (kind, []), message
     return attributes
 
@@ -133,7 +133,7 @@ out["held"] = [n for n in range(8) if os.path.exists(proc + str(100 + n))]
 safe_gpu.release_gpus()
 out["after"] = variables()
 """
-    found = forked(hip, code)
+    found = out_of_child(hip, code)
     assert found.pop("set") == dict(zip(VARIABLES, ["0,1", ",".join(hip.uuids[:2]), "0,1"], strict=False))
     assert found == {"taken": [0, 1], "held": [0, 1], "free": ["2", "3", "4", "5", "6", "7"], "after": {}}
     assert hip.users() == {}
@@ -144,14 +144,14 @@ def test_inherited_variables_come_back(hip: HipHost, others: dict[str, str]) -> 
     environment = {"ROCR_VISIBLE_DEVICES": "5,3", **others}
     code = 'out["taken"] = claim(1); out["set"] = variables(); safe_gpu.release_gpus(); out["after"] = variables()'
     set_ = dict(zip(VARIABLES, ["0", hip.uuids[3], "0"], strict=False))
-    assert forked(hip, code, **environment) == {"taken": [3], "set": set_, "after": environment}
+    assert out_of_child(hip, code, **environment) == {"taken": [3], "set": set_, "after": environment}
 
 
 def test_another_device_than_the_claimed_one_is_caught(hip: HipHost) -> None:
     """GPUs without a UUID are named by index, and HIP has another order than the kernel."""
     for file in hip.kfd.glob("topology/nodes/*/properties"):
         file.write_text(re.sub("unique_id .*", "unique_id 0", file.read_text()))
-    assert forked(hip, "out = [claim(1), variables()]; safe_gpu.release_gpus()") == [
+    assert out_of_child(hip, "out = [claim(1), variables()]; safe_gpu.release_gpus()") == [
         [0],
         dict.fromkeys(VARIABLES[:3], "0"),
     ]
@@ -165,7 +165,7 @@ def test_hip_that_is_initialised_or_refuses(hip: HipHost) -> None:
     initialize = "ctypes.CDLL('libamdhip64.so').hipGetDeviceCount(ctypes.byref(ctypes.c_int())); "
     said = "HIP is already initialised in this process and sees 8 GPU(s)"
     refused(hip, initialize + "out = claim(1)", "CudaInitializedError", said)
-    assert forked(hip, initialize + "out = claim(2)", ROCR_VISIBLE_DEVICES="5,3") == [5, 3]
+    assert out_of_child(hip, initialize + "out = claim(2)", ROCR_VISIBLE_DEVICES="5,3") == [5, 3]
     hip.fail("hipMalloc", 2)
     said = "hipMalloc failed with hipErrorOutOfMemory (2)"
     refused(hip, "out = claim(1)", "PlaceholderError", said, "HipPlaceholder")
@@ -174,7 +174,7 @@ def test_hip_that_is_initialised_or_refuses(hip: HipHost) -> None:
 def test_a_host_without_hip(hip: HipHost, tmp_path: Path) -> None:
     libraries = str(without_hip(tmp_path))
     refused(hip, "out = claim(1)", "NoDriverError", "HIP", LD_LIBRARY_PATH=libraries)
-    assert forked(hip, "out = claim(1, NoPlaceholder())", LD_LIBRARY_PATH=libraries) == [0]
+    assert out_of_child(hip, "out = claim(1, NoPlaceholder())", LD_LIBRARY_PATH=libraries) == [0]
 
 
 # Intel GPUs, over a saved sysfs tree
@@ -203,9 +203,9 @@ out = [claim(1, vendor="intel", only="2"), ze(), safe_gpu.gpu_owner.placeholders
 safe_gpu.release_gpus()
 out.append(ze())
 """
-    assert forked(intel, START + code) == [[2], {MASK: "3,4", HIERARCHY: "FLAT", ORDER: "1"}, [], {}]
+    assert out_of_child(intel, START + code) == [[2], {MASK: "3,4", HIERARCHY: "FLAT", ORDER: "1"}, [], {}]
     for hierarchy, mask, left in (("COMPOSITE", "2", "2"), ("FLAT", "2,3,4", "3,4")):
-        taken, ze = forked(intel, START + "out = [claim(1), ze()]", **{HIERARCHY: hierarchy, MASK: mask})
+        taken, ze = out_of_child(intel, START + "out = [claim(1), ze()]", **{HIERARCHY: hierarchy, MASK: mask})
         assert (taken, ze[MASK]) == ([2], left), "what is inherited is the limit"
 
 
@@ -222,7 +222,7 @@ text = io.StringIO()
 logging.basicConfig(stream=text, force=True)
 out["taken"], out["told"] = claim(2), text.getvalue().count("to root only")
 """
-    assert forked(intel, code) == {"taken": [1, 2], "told": 1}
+    assert out_of_child(intel, code) == {"taken": [1, 2], "told": 1}
 
 
 # CUDA initialised too early or in the wrong order, and what a claim asks NVML
@@ -249,21 +249,21 @@ def test_cuda_initialized_is_fine_where_a_claim_takes_what_it_sees(fake_gpus: An
         refused(fake_gpus, f"initialize(); out = claim({arguments})", kind, CUDA_VISIBLE_DEVICES="3")
     assert holders(fake_gpus) == []
     for visible, arguments in (("3", "1"), ("2,0", "2"), ("2,0", "2, NoPlaceholder()")):
-        taken = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
+        taken = out_of_child(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
         assert taken == [int(number) for number in visible.split(",")]
 
 
 def test_with_cuda_initialized_its_own_order_counts_and_a_fence_that_is_ignored(fake_gpus: Any) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "3", "SAFE_GPU_FENCE": "ignore"}
-    assert forked(fake_gpus, "initialize(); out = claim(1)", **environment) == [3]
+    assert out_of_child(fake_gpus, "initialize(); out = claim(1)", **environment) == [3]
     refused(fake_gpus, "initialize(); out = claim(2)", "CudaInitializedError", **environment)
     mix(fake_gpus)
-    assert forked(fake_gpus, "initialize(); out = claim(3)") == [1, 2, 0]
+    assert out_of_child(fake_gpus, "initialize(); out = claim(3)") == [1, 2, 0]
 
 
 def test_a_notebook_claims_the_same_again_after_release_and_is_told_who_initialized_cuda(fake_gpus: Any) -> None:
     start = "assert claim(1, only=5) == [5]; safe_gpu.release_gpus(); "
-    assert forked(fake_gpus, start + "out = claim(1)") == [5]
+    assert out_of_child(fake_gpus, start + "out = claim(1)") == [5]
     parts = ("placeholder of an earlier claim (CudaPlaceholder)", "one claim of 2", "NoPlaceholder()", "release_")
     found = refused(fake_gpus, start + "out = claim(2); assert not variables()", "CudaInitializedError", *parts)
     assert found["visible"] == [fake_gpus.uuids[5]]
@@ -303,14 +303,14 @@ def test_the_claimed_gpu_is_the_one_that_cuda_opens_on_mixed_hosts(fake_gpus: An
     for visible_as, values in (("index", by_index), ("uuid", {"CUDA_VISIBLE_DEVICES": uuid})):
         code = f"taken = claim(1, only={index}, visible_as={visible_as!r})\n"
         code += "out = [taken, safe_gpu.gpu_owner.placeholders[0].uuid, variables()]"
-        assert forked(fake_gpus, code) == [[index], uuid, values]
+        assert out_of_child(fake_gpus, code) == [[index], uuid, values]
 
 
 def test_an_ambiguous_fence_is_refused_with_the_way_out(fake_gpus: Any) -> None:
     mix(fake_gpus)
     fence = {"CUDA_VISIBLE_DEVICES": "0"}
-    assert forked(fake_gpus, "out = claim(1)", **fence, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0]
-    assert forked(fake_gpus, "out = claim(1, NoPlaceholder())", **fence, SAFE_GPU_FENCE="ignore") == [0]
+    assert out_of_child(fake_gpus, "out = claim(1)", **fence, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0]
+    assert out_of_child(fake_gpus, "out = claim(1, NoPlaceholder())", **fence, SAFE_GPU_FENCE="ignore") == [0]
     parts = ("CUDA_VISIBLE_DEVICES=0 is ambiguous", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "SAFE_GPU_FENCE=ignore")
     refused(fake_gpus, "out = claim(1)", "UnsatisfiableRequestError", *parts, **fence)
 
@@ -319,12 +319,12 @@ def test_a_mig_instance_is_claimed_by_its_uuid(fake_gpus: Any) -> None:
     instances = [fake_gpus.uuid("MIG", number) for number in range(2)]
     divided = {"mig": 1, "instances": ",".join(instances), "imem": 40 << 30}
     fake_gpus.write(divided, {}, {})
-    taken, values = forked(fake_gpus, "out = [claim(2), variables()]")
+    taken, values = out_of_child(fake_gpus, "out = [claim(2), variables()]")
     assert (taken, values["CUDA_VISIBLE_DEVICES"]) == ([1, 2], ",".join(fake_gpus.uuids[1:])), "whole ones"
     fake_gpus.write(divided)
     refused(fake_gpus, "out = claim(2)", "UnsatisfiableRequestError", "one MIG instance")
     code = "out = [claim(1), variables(), safe_gpu.gpu_owner.placeholders[0].uuid, safe_gpu.get_free_gpus()]"
-    assert forked(fake_gpus, code) == [[0], {"CUDA_VISIBLE_DEVICES": instances[0]}, instances[0], ["0:1"]]
+    assert out_of_child(fake_gpus, code) == [[0], {"CUDA_VISIBLE_DEVICES": instances[0]}, instances[0], ["0:1"]]
 
 
 @pytest.mark.parametrize("option", ["ctx_error", "alloc_error", "cuda_init_error"])
@@ -376,7 +376,7 @@ for _ in range(2):
 def calls(gpus: Any) -> list[Counter[str]]:
     """Those of a first claim before and after its GPUs are held, and those of a second one."""
     gpus.options(log=1)
-    phases: list[list[str]] = forked(gpus, CLAIMS)
+    phases: list[list[str]] = out_of_child(gpus, CLAIMS)
     assert len(phases) == 4
     return [Counter(name.partition("_v")[0].removeprefix("nvml") for name in phase) for phase in phases]
 
@@ -406,5 +406,5 @@ for _ in range(4):
     safe_gpu.get_free_gpus()
     out.append([os.listdir("/proc/self/fd"), threading.active_count()])
 """
-    first, *others = forked(fake_gpus, code)
+    first, *others = out_of_child(fake_gpus, code)
     assert others == [first] * 3

@@ -12,7 +12,7 @@ PATIENCE = 60.0  # seconds, that only a hang reaches
 # From hand to hand
 
 
-def test_the_ticket_goes_before_the_second_poll(host, dgx, while_it_watches) -> None:
+def test_the_ticket_goes_before_the_second_poll(host, dgx, in_first_pause) -> None:
     """So those behind look while the driver is asked."""
     dgx.hold(0)
     seen = []
@@ -22,13 +22,13 @@ def test_the_ticket_goes_before_the_second_poll(host, dgx, while_it_watches) -> 
             seen.append((dgx.tickets(), dgx.claimed()))
 
     host.on_event = look
-    while_it_watches(dgx.let_go)
+    in_first_pause(dgx.let_go)
     claim(only=0, timeout=PATIENCE)
     assert seen[0] == ([], [0])
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it ends", "it releases"])
-def test_what_has_gone_is_known_without_another_poll(host, dgx, child, rarely_polled, while_it_watches, ends) -> None:
+def test_what_has_gone_is_known_without_another_poll(host, dgx, child, rarely_polled, in_first_pause, ends) -> None:
     """Else GPUs that are freed together would be polled by one waiter after the other: each sleeps with an old poll."""
     holder = child("listen()")
     context = host.stranger(0, pid=holder.pid)
@@ -41,13 +41,13 @@ def test_what_has_gone_is_known_without_another_poll(host, dgx, child, rarely_po
         dgx.let_go()
         host.events.clear()
 
-    while_it_watches(free)
+    in_first_pause(free)
     assert claim(only=0, timeout=PATIENCE).devices_taken == [0]
     assert set(host.events) <= {"usage", "close"}
 
 
 def test_a_holder_that_keeps_its_context_is_found_by_the_second_poll(
-    host, dgx, child, often_polled, same_gpus, while_it_watches
+    host, dgx, child, often_polled, same_gpus, in_first_pause
 ) -> None:
     """The GPU is given back, and tried no more before the driver shows that it is free."""
     holder = child("listen()")
@@ -61,13 +61,13 @@ def test_a_holder_that_keeps_its_context_is_found_by_the_second_poll(
     def end(event: str) -> None:
         """When it is known to be there, and the ticket has come back."""
         if host.events == ["usage", "poll"]:
-            while_it_watches(leave)
+            in_first_pause(leave)
 
     def leave() -> None:
         assert (dgx.claimed(), len(dgx.tickets())) == ([], 1)
         context.close()
 
-    while_it_watches(let_go)
+    in_first_pause(let_go)
     host.on_event = end
     assert claim(only=0, timeout=PATIENCE).devices_taken == [0]
     assert host.events.count("usage") == 3, "the one that failed, the one that did not, and that at the end of a claim"
@@ -87,14 +87,14 @@ def test_a_gpu_without_some_processes() -> None:
     assert api.Gpu(0, "GPU-0", processes=None).without({1}).processes is None
 
 
-def test_who_has_waited_asks_whether_the_host_has_the_same_gpus(host, dgx, monkeypatch, while_it_watches) -> None:
+def test_who_has_waited_asks_whether_the_host_has_the_same_gpus(host, dgx, monkeypatch, in_first_pause) -> None:
     """However new its poll is: the indices may have moved since."""
     asked: list[api.HostSnapshot] = []
     monkeypatch.setattr(host, "shows_same", lambda snapshot: asked.append(snapshot) or True)
     claim(only=0).release_gpus()
     assert asked == []
     dgx.hold(0)
-    while_it_watches(dgx.let_go)
+    in_first_pause(dgx.let_go)
     claim(only=0, timeout=PATIENCE)
     assert len(asked) == 1
 
@@ -134,7 +134,7 @@ def test_a_ticket_names_the_gpus_that_come_while_it_waits(host, dgx, monkeypatch
     assert sorted(set(tickets)) == [(1, 7), (1, 8)]
 
 
-def test_the_end_of_a_stranger_is_seen_by_its_pid(host, child, rarely_polled, while_it_watches) -> None:
+def test_the_end_of_a_stranger_is_seen_by_its_pid(host, child, rarely_polled, in_first_pause) -> None:
     stranger = child("listen()")
     context = host.stranger(0, pid=stranger.pid)
 
@@ -143,7 +143,7 @@ def test_the_end_of_a_stranger_is_seen_by_its_pid(host, child, rarely_polled, wh
         stranger.kill()
         host.events.clear()
 
-    while_it_watches(leave)
+    in_first_pause(leave)
     assert claim(only=0, timeout=PATIENCE).devices_taken == [0]
     assert set(host.events) <= {"usage", "close"}
 

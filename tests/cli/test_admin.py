@@ -74,15 +74,15 @@ def test_instances_of_a_drained_gpu(etc: Path, run_here: Any, monkeypatch: pytes
 ANNA, BEN = 4711, 4712
 
 
-def as_user_told(as_user: Any, uid: int, work: Callable[[], object]) -> str:
-    def told(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+def outcome_as(as_user: Any, uid: int, work: Callable[[], object]) -> str:
+    def say_outcome(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         try:
             text = str(work())
         except SafeGpuError as err:
             text = f"{type(err).__name__}: {err}"
         say(text.replace("\n", " "))
 
-    return str(as_user(told, uid=uid).hear())
+    return str(as_user(say_outcome, uid=uid).hear())
 
 
 def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, run_here: Any, as_user: Any) -> None:
@@ -90,11 +90,11 @@ def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, run_here
     said = run_here("drain", "0-6", "--from", "+2h", "--until", "+1h", "--reason", "new\nfans").stderr
     assert re.fullmatch("safe-gpu: GPU 0-6: reserved by root from .*: new fans\n", said)
     for hold_for, got in ((None, "[7]"), ("1h", "[0]"), ("3h", "[7]"), ("unknown", "[7]")):
-        assert as_user_told(as_user, BEN, lambda hold_for=hold_for: claim(hold_for=hold_for)) == got
+        assert outcome_as(as_user, BEN, lambda hold_for=hold_for: claim(hold_for=hold_for)) == got
     for policy, got in (("default_hold = 1h", "[0]"), ("max_hold = 90m", "[0]"), ("default_hold = 3h", "[7]")):
         (etc / "config.ini").write_text(f"[default]\n{policy}\n")
-        assert as_user_told(as_user, BEN, claim) == got
-    refused = as_user_told(as_user, BEN, lambda: claim(only="0-6", hold_for="3h"))
+        assert outcome_as(as_user, BEN, claim) == got
+    refused = outcome_as(as_user, BEN, lambda: claim(only="0-6", hold_for="3h"))
     assert re.match("NotEnoughGpusError.*reserved by root from .*new fans.*shorter --for", refused)
     assert claim(hold_for="3h") == [0]  # root's
 
@@ -102,12 +102,12 @@ def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, run_here
 def test_during_it_those_enter_for_whom_it_is(etc: Path, run_here: Any, as_user: Any, dgx: Any) -> None:
     claim()
     run_here("drain", "--until", "+1h", "--for-group", str(ANNA), "--reason", "course")
-    assert as_user_told(as_user, ANNA, lambda: claim(hold_for="5h")) == "[0]"
-    refused = as_user_told(as_user, BEN, lambda: claim(hold_for="1s"))
+    assert outcome_as(as_user, ANNA, lambda: claim(hold_for="5h")) == "[0]"
+    refused = outcome_as(as_user, BEN, lambda: claim(hold_for="1s"))
     assert (f"reserved by root for group {ANNA} from" in refused, "shorter --for" in refused) == (True, False)
-    assert (as_user_told(as_user, BEN, get_free_gpus), len(get_free_gpus())) == ("[]", 8)
+    assert (outcome_as(as_user, BEN, get_free_gpus), len(get_free_gpus())) == ("[]", 8)
     assert run_here("resume", "3", "--reservation", "course").returncode == 0
-    assert as_user_told(as_user, BEN, claim) == "[3]"
+    assert outcome_as(as_user, BEN, claim) == "[3]"
 
 
 def test_a_waiter_whose_gpus_are_reserved_keeps_no_others(etc: Path, run_here: Any, as_user: Any, dgx: Any) -> None:
@@ -118,14 +118,14 @@ def test_a_waiter_whose_gpus_are_reserved_keeps_no_others(etc: Path, run_here: A
         api.wait_for_gpus(1, only=0, on_wait=lambda status: say("waits"))
 
     assert as_user(wait, uid=BEN).hear() == "waits"
-    assert as_user_told(as_user, ANNA, lambda: claim(only=0)) == "[0]"
+    assert outcome_as(as_user, ANNA, lambda: claim(only=0)) == "[0]"
     shown = json.loads(run_here("status", "--json").stdout)
     assert round(shown["queue"][0]["expected_start"] - time.time(), -3) == 4000
     assert [(one["for"], one["by"], one["gpus"]) for one in shown["windows"]] == [
         (f"user:{ANNA}", "root", [dgx.uuids[0]])
     ]
     assert f"GPU 0: reserved by root for user {ANNA} from " in run_here("status").stdout
-    assert "reserved by root" in as_user_told(as_user, BEN, api.closed_now)
+    assert "reserved by root" in outcome_as(as_user, BEN, api.closed_now)
 
 
 def test_running_claims_that_overlap_are_told(etc: Path, run_here: Any, dgx: Any) -> None:
@@ -153,22 +153,22 @@ def test_what_makes_no_window(etc: Path, run_here: Any, words: str) -> None:
 
 def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, run_here: Any, as_user: Any, dgx: Any) -> None:
     def anna(*words: str) -> str:
-        return as_user_told(as_user, ANNA, lambda: api.main([*words]))
+        return outcome_as(as_user, ANNA, lambda: api.main([*words]))
 
     claim()  # makes it
     assert anna("drain", "3") == anna("drain", "3", "--until", "+1h") == "78"
     os.chown(state_dir, ANNA, ANNA)
     assert anna("drain", "2", "--until", "+1h") == anna("drain", "3") == "0"
     assert api.drained_gpus() == {dgx.uuids[3]: "drained by 4711"}
-    assert "reserved by 4711 from" in as_user_told(as_user, BEN, lambda: claim(only=2))
+    assert "reserved by 4711 from" in outcome_as(as_user, BEN, lambda: claim(only=2))
     assert api.main(["drain", "3"]) == 0  # root's word comes first
     assert anna("resume") == "0"
     assert api.drained_gpus() == {dgx.uuids[3]: "drained by root"}
-    assert "reserved by 4711 from" in as_user_told(as_user, BEN, lambda: claim(only=2))
+    assert "reserved by 4711 from" in outcome_as(as_user, BEN, lambda: claim(only=2))
     assert "(only 4711 can cancel that)" in run_here("resume", "2").stderr
     begin = (state_dir / "closed").read_text().split()[1]
     assert anna("resume", "--reservation", time.strftime("%Y-%m-%d %H:%M", time.localtime(int(begin)))) == "0"
-    assert as_user_told(as_user, BEN, lambda: claim(only=2)) == "[2]"
+    assert outcome_as(as_user, BEN, lambda: claim(only=2)) == "[2]"
 
 
 @pytest.mark.parametrize("in_etc", [True, False], ids=["root's", "the owner's"])
@@ -186,13 +186,13 @@ def test_what_is_ignored_is_told(
     file.write_text(text.replace("{}", dgx.uuids[0]))
     file.chmod(0o644)
     os.chown(file, uid, uid)
-    assert as_user_told(as_user, ANNA, claim) == "[0]"
+    assert outcome_as(as_user, ANNA, claim) == "[0]"
     for look in ("status", "doctor"):
         said = " ".join(run_here(look).stdout.split())
         assert all(words in said for words in (f"{file} ", why, "ignored"))
     assert run_here("drain", "0", "--until", "+1h").returncode == 0
     if in_etc:
-        assert as_user_told(as_user, ANNA, claim) == "[1]"
+        assert outcome_as(as_user, ANNA, claim) == "[1]"
 
 
 def test_a_full_file_takes_no_more(etc: Path, run_here: Any, dgx: Any) -> None:
@@ -351,7 +351,7 @@ def test_what_is_closed_while_a_claim_comes_to_the_lock(
         return found
 
     monkeypatch.setattr(api.HostView, "unoccupied", judge_and_close)
-    assert as_user_told(as_user, BEN, claim).startswith("NotEnoughGpusError")
+    assert outcome_as(as_user, BEN, claim).startswith("NotEnoughGpusError")
 
 
 # What applies to the user who asks, as a table and for programs

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import api
-from support.findings import ASK, UUIDS, environment, finding, in_namespace, says
+from support.findings import ASK, UUIDS, environment, expect, finding, in_namespace
 from support.state import simulated_doors
 from support.vendor_hosts import KfdHost
 
@@ -130,17 +130,17 @@ FIRST_GPU = api.SimulatedDriver("dgx-a100", "/nowhere").idle.gpus[0].uuid
     ],
 )
 def test_variables(check: str, variables: dict[str, str], status: str, words: str) -> None:
-    says(check, status, words, environment(**variables))
+    expect(check, status, words, environment(**variables))
 
 
 def test_the_list_of_a_scheduler_is_not_ignored() -> None:
     for value, status in (("10000", "failed"), ("1,99", "warning")):
-        says(VISIBLE, status, fix="ask the scheduler", host=environment(**{VISIBLE: value, "SLURM_JOB_ID": "7"}))
+        expect(VISIBLE, status, fix="ask the scheduler", host=environment(**{VISIBLE: value, "SLURM_JOB_ID": "7"}))
 
 
 def test_numbers_that_mean_other_gpus_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:workstation-mixed")
-    says(VISIBLE, "warning", "ambiguous", environment(CUDA_VISIBLE_DEVICES="1"), "PCI_BUS_ID")
+    expect(VISIBLE, "warning", "ambiguous", environment(CUDA_VISIBLE_DEVICES="1"), "PCI_BUS_ID")
 
 
 @as_root
@@ -156,7 +156,7 @@ def test_numbers_that_mean_other_gpus_to_cuda(monkeypatch: pytest.MonkeyPatch) -
 def test_a_policy(tmp_path: Path, prepare: str, status: str, words: str, fix: str) -> None:
     path = str(tmp_path / "policy.ini")
     subprocess.run(f"umask 022; {prepare}", shell=True, check=True, env={**os.environ, "P": path}, timeout=60)
-    says("policy file", status, words, environment(SAFE_GPU_POLICY=path), fix)
+    expect("policy file", status, words, environment(SAFE_GPU_POLICY=path), fix)
 
 
 # The state directory
@@ -173,20 +173,20 @@ def test_a_missing_directory_will_be_made_where_it_can_be(state_dir: Path, monke
     assert "does not exist yet" in finding("state directory").detail
     assert finding("file locks").status == "skipped"
     monkeypatch.setenv("SAFE_GPU_DIR", str(state_dir / "deep" / "down"))
-    says("state directory", "failed", f"there is no {state_dir / 'deep'} to which", fix="create that directory")
+    expect("state directory", "failed", f"there is no {state_dir / 'deep'} to which", fix="create that directory")
     assert not state_dir.exists()
     monkeypatch.setenv("SAFE_GPU_DIR", "state")
-    says("state directory", "failed", "relative")
+    expect("state directory", "failed", "relative")
 
 
 def test_a_directory_in_use_passes_and_one_of_another_mode_may_be_there_by_mistake(used: Path) -> None:
     """Or its owner replaces it by a link: no advice opens or removes it."""
     before = sorted(used.rglob("*"))
-    says("file locks", "passed")
-    says("state directory", "passed", "mode 1777")
+    expect("file locks", "passed")
+    expect("state directory", "passed", "mode 1777")
     assert sorted(used.rglob("*")) == before
     used.chmod(0o755)
-    says("state directory", "warning", "mode 0755 and belongs to ")
+    expect("state directory", "warning", "mode 0755 and belongs to ")
     assert finding("state directory").fix.startswith("set SAFE_GPU_DIR")
 
 
@@ -205,19 +205,21 @@ def test_a_directory_in_use_passes_and_one_of_another_mode_may_be_there_by_mista
 )
 def test_faults_of_the_directory(used: Path, fault: str, status: str, words: str) -> None:
     subprocess.run(fault, shell=True, check=True, cwd=used, timeout=60)
-    says("state directory", status, words)
+    expect("state directory", status, words)
 
 
 @as_root
 @pytest.mark.parametrize("part", ["", "claims"])
 def test_who_can_remove_what_others_rely_on_is_named(used: Path, part: str) -> None:
     os.chown(used / part, 54321, 54321)
-    says("state directory", "warning", "54321 can remove other users' files", fix="as root: safe-gpu setup --state-dir")
+    expect(
+        "state directory", "warning", "54321 can remove other users' files", fix="as root: safe-gpu setup --state-dir"
+    )
 
 
 def test_network_file_systems(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safe_gpu.coordination.directory.file_system_at", lambda path, device: api.FileSystem("nfs4"))
-    says("state directory", "failed", "nfs4", fix="SAFE_GPU_DIR")
+    expect("state directory", "failed", "nfs4", fix="SAFE_GPU_DIR")
 
 
 def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually: Any, monkeypatch: Any) -> None:
@@ -226,27 +228,27 @@ def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: api.procfs.is_stopped(holder.pid))
     monkeypatch.setattr("safe_gpu.doctor.state.PATIENCE", 0.05)
-    says("file locks", "failed", f"process {holder.pid} of ", fix="the message says")
+    expect("file locks", "failed", f"process {holder.pid} of ", fix="the message says")
     holder.kill()
     assert finding("file locks").status == "passed"
 
 
 @as_root
 def test_what_is_drained_and_what_is_ignored(used: Path) -> None:
-    says("GPUs in service", "passed")
+    expect("GPUs in service", "passed")
     (used / "closed").write_text(f"{UUIDS[3]} - - - a fan\nGPU-gone - - - \n{UUIDS[4]}\n")
     said = "GPU 3 drained by root: a fan; GPU GPU-gone drained by root; "
-    says(
+    expect(
         "GPUs in service", "warning", said, fix=f"as root: take 2 lines of GPUs that resume does not know out of {used}"
     )
-    says("GPUs in service", "warning", f"closed has a line that closes no GPU, and is ignored: {UUIDS[4]}")
+    expect("GPUs in service", "warning", f"closed has a line that closes no GPU, and is ignored: {UUIDS[4]}")
 
 
 def test_entries_that_do_not_count(used: Path) -> None:
-    says("entries", "passed")
+    expect("entries", "passed")
     (used / "queue" / f"7.{'a' * 16}").symlink_to("/etc/passwd")
     user = api.procfs.user_name(os.geteuid())
-    says("entries", "warning", f"{used}/queue/7.{'a' * 16} of {user} is ignored", fix="ask the owners")
+    expect("entries", "warning", f"{used}/queue/7.{'a' * 16} of {user} is ignored", fix="ask the owners")
 
 
 @as_root
@@ -289,27 +291,29 @@ def test_driver_pids_that_do_not_resolve(fake_gpus: Any, is_first: bool, monkeyp
     monkeypatch.setattr(api.procfs, "pid_namespace", lambda: api.procfs.FIRST_PID_NAMESPACE if is_first else 1)
     fake_gpus.use_nvml_here()
     fake_gpus.process(fake_gpus.uuids[1], os.getpid())
-    says("ended processes", "passed")
+    expect("ended processes", "passed")
     for number in (1, 2):
         fake_gpus.process(fake_gpus.uuids[number], 1 << 29, static=True)
     if is_first:
         said = f"GPU 1,2: process {1 << 29} has ended and the driver keeps its memory"
-        says("ended processes", "warning", said, fix="reset the GPU if that lasts: look for Xid in dmesg, then `nvidia")
-        says("visible processes", "passed")
+        expect(
+            "ended processes", "warning", said, fix="reset the GPU if that lasts: look for Xid in dmesg, then `nvidia"
+        )
+        expect("visible processes", "passed")
     else:
-        says("ended processes", "passed")
-        says("visible processes", "warning", "1 of 2 processes")
+        expect("ended processes", "passed")
+        expect("visible processes", "warning", "1 of 2 processes")
 
 
 def test_a_claim_in_another_state_directory(dgx: Any) -> None:
-    says("state directories of claims", "passed")
+    expect("state directories of claims", "passed")
     dgx.hold(0)
     doors = simulated_doors()
     for uuid in UUIDS[1:3]:
         assert doors.take_whole(uuid, parts_here=())
-    says("state directories of claims", "warning", "GPU 1,2: claimed in another", fix="/etc/safe-gpu/config.ini")
+    expect("state directories of claims", "warning", "GPU 1,2: claimed in another", fix="/etc/safe-gpu/config.ini")
     doors.release()
-    says("state directories of claims", "passed")
+    expect("state directories of claims", "passed")
 
 
 # GPUs and their driver
@@ -318,10 +322,10 @@ def test_a_claim_in_another_state_directory(dgx: Any) -> None:
 def test_a_good_host_of_gpus(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
     for name in ("access to GPUs", "health of GPUs", "process lists"):
-        says(name, "passed")
-    says("GPU driver", "passed", "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB")
+        expect(name, "passed")
+    expect("GPU driver", "passed", "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB")
     fake_gpus.options(driver_version="535.54.03")
-    says("GPU driver", "warning", "wrong numbers")
+    expect("GPU driver", "warning", "wrong numbers")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +340,7 @@ def test_a_good_host_of_gpus(fake_gpus) -> None:
 def test_faults_of_gpus(fake_gpus, change: dict[str, object], check: str) -> None:
     fake_gpus.change(2, **change)
     fake_gpus.use_nvml_here()
-    says(check, "warning", "GPU 2")
+    expect(check, "warning", "GPU 2")
 
 
 def test_gpus_that_claims_take_last(fake_gpus) -> None:
@@ -349,7 +353,7 @@ def test_gpus_that_claims_take_last(fake_gpus) -> None:
     noted = r"taken last until \w+ \d\d:\d\d, since a claim failed there: a claim failed"
     ill = "taken last while a row of its memory is broken and could not be remapped"
     assert re.fullmatch(f"GPU 2 is {noted}; {ill}; GPU 5 is {noted}", detail)
-    says("health of GPUs", "warning", "GPU 2", fix="safe-gpu drain")
+    expect("health of GPUs", "warning", "GPU 2", fix="safe-gpu drain")
 
 
 def test_no_gpus_and_no_driver(fake_gpus) -> None:
@@ -357,9 +361,9 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
     assert "shows no GPU" in finding("GPU driver").detail
     fake_gpus.options(init_error=9)
-    says("GPU driver", "failed")
+    expect("GPU driver", "failed")
     for name in ("CUDA", "access to GPUs", "health of GPUs", "process lists"):
-        says(name, "skipped")
+        expect(name, "skipped")
 
 
 @pytest.mark.parametrize(
@@ -382,9 +386,9 @@ def test_a_driver_that_does_not_answer(
     told: list[str] = []
     environ = {**os.environ, "SAFE_GPU_DRIVER": "auto"}
     host = api.CheckedHost({**environ, "SAFE_GPU_DRIVER": "nvml"} if "nvidia" in loaded else environ, told.append)
-    says("GPU driver", "failed", "the driver does not answer: it has kept a child process waiting for 3 s", host, fix)
+    expect("GPU driver", "failed", "the driver does not answer: it has kept a child process waiting for 3 s", host, fix)
     for name in ("CUDA", "access to GPUs", "process lists"):
-        says(name, "skipped", host=host)
+        expect(name, "skipped", host=host)
     assert told[0].startswith("waiting for the GPU driver since ")
     assert fake_gpus.calls() == ["nvmlInitWithFlags"]
 
@@ -393,7 +397,7 @@ def test_a_slow_driver() -> None:
     host = api.CheckedHost()
     assert host.snapshot is not None
     host.poll_seconds = 3.2
-    says("GPU driver", "warning", "3.20 s", host, "persistence")
+    expect("GPU driver", "warning", "3.20 s", host, "persistence")
 
 
 def test_cuda_in_a_child(fake_gpus) -> None:
@@ -447,7 +451,7 @@ def test_a_tree_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     KfdHost(tmp_path)
     monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
-    says("GPU driver", "failed", fix="--device /dev/kfd")
+    expect("GPU driver", "failed", fix="--device /dev/kfd")
 
 
 def test_the_other_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,4 +463,4 @@ def test_the_other_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_without_a_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("safe_gpu.settings.variables.HOST_FILES", (str(tmp_path / "config.ini"),))
-    says("policy file", "skipped", host=environment())
+    expect("policy file", "skipped", host=environment())

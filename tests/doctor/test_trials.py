@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import api
-from support.findings import environment, finding, says
+from support.findings import environment, expect, finding
 from support.forks import in_child
 from support.processes import mounted
 from support.seccomp import needs_known_calls, refuse
@@ -44,7 +44,7 @@ def test_a_trial_leaves_nothing_behind(state_dir: Path, there: tuple[str, ...]) 
     for name in there:
         (state_dir / name).mkdir(mode=0o1777)
     before = sorted(state_dir.parent.rglob("*"))
-    says("trial entry", "passed", str(state_dir))
+    expect("trial entry", "passed", str(state_dir))
     assert sorted(state_dir.parent.rglob("*")) == before
 
 
@@ -129,7 +129,7 @@ def test_doors_that_a_sandbox_refuses() -> None:
         refuse("socket")
         return finding("doors of GPUs")
 
-    says("doors of GPUs", "passed")
+    expect("doors of GPUs", "passed")
     found = in_child(refused)
     assert found.status == "warning"
     assert found.detail.startswith("the doors of GPUs cannot be taken (Operation not permitted): ")
@@ -193,7 +193,7 @@ def test_a_driver_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_simulated_host_is_told(monkeypatch: pytest.MonkeyPatch, fake_gpus: Any) -> None:
-    says("GPU driver", "warning", "these GPUs are simulated", environment(**os.environ), fix="unset SAFE_GPU_DRIVER")
+    expect("GPU driver", "warning", "these GPUs are simulated", environment(**os.environ), fix="unset SAFE_GPU_DRIVER")
     fake_gpus.use_nvml_here()
     monkeypatch.delenv("SAFE_GPU_DRIVER")
     found = finding("GPU driver", environment(**os.environ))

@@ -68,9 +68,9 @@ def cost() -> Callable[..., Cost]:
 WIDEN = """
 import ctypes, mmap, os, struct
 size = 1 << 30
-room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-room[0:5] = b"wide\\0"
-start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[0:5] = b"wide\\0"
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 fields = [int(field) for field in open("/proc/self/stat").read().rpartition(")")[2].split()[1:]]
 field = lambda number: fields[number - 4]
 libc = ctypes.CDLL(None)
@@ -82,7 +82,7 @@ print(libc.prctl(35, 14, ctypes.create_string_buffer(line), ctypes.c_ulong(len(l
 
 
 @pytest.fixture
-def wide(child: Callable[..., Any]) -> int:
+def huge_process(child: Callable[..., Any]) -> int:
     """The pid of a process whose command line and environment are one GiB each."""
     process = child(WIDEN + "listen()")
     if process.hear() != "0":
@@ -92,13 +92,12 @@ def wide(child: Callable[..., Any]) -> int:
 
 @pytest.fixture
 def entry_of(state_dir: Path, as_user: Any) -> Callable[..., Path]:
-    """``entry_of(NEIGHBOUR, {"gpus": {}})``: the living entry, without a door, of a process of that user that says this
-    in it."""
+    """``entry_of(NEIGHBOUR, {"gpus": {}})``: the path of a living entry of that user with this content."""
 
-    def make(uid: int, said: dict[str, Any], part: str = "claims", number: int = 1) -> Path:
+    def make(uid: int, content: dict[str, Any], part: str = "claims", number: int = 1) -> Path:
         def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
             with api.Directory(str(state_dir), part) as directory:
-                name, _held = api.make_entry(directory, number, said, by_children=False)
+                name, _held = api.make_entry(directory, number, content, by_children=False)
                 say(name)
                 listen()
 
@@ -108,11 +107,14 @@ def entry_of(state_dir: Path, as_user: Any) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def user(state_dir: Path, as_user: Any) -> Callable[..., Any]:
-    """``user(ANNA, 1)``: a process of hers that claims one GPU, says which, or why not, and holds it.
+def claim_as(state_dir: Path, as_user: Any) -> Callable[..., Any]:
+    """``claim_as(ANNA, 1)``: a process of hers that claims one GPU, says which, or the error, and holds it.
 
-    ``before`` and ``after`` the claim these are called in it; ``start_as`` is its user before that, ``scope`` its
-    SAFE_GPU_SCOPE, and ``says`` a variable that it says in place of the GPUs.
+    Args of that function:
+        start_as: the user that the process is started as; None is the same. ``before`` may change it.
+        scope: its SAFE_GPU_SCOPE.
+        before, after: are called in it before and after the claim.
+        says: the variable whose value it says in place of the GPUs.
     """
 
     def start(

@@ -29,15 +29,15 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 
 
 @pytest.fixture
-def victim(user: Any) -> Callable[[int], str]:
+def victim(claim_as: Any) -> Callable[[int], str]:
     """``victim(2)``: another user holds that many GPUs and lets its children claim; its token."""
-    return lambda nb_gpus: str(user(VICTIM, nb_gpus, delegate=True, says="SAFE_GPU_SCOPE").hear())
+    return lambda nb_gpus: str(claim_as(VICTIM, nb_gpus, delegate=True, says="SAFE_GPU_SCOPE").hear())
 
 
 @pytest.fixture
-def attempt(user: Any) -> Callable[..., str]:
+def attempt(claim_as: Any) -> Callable[..., str]:
     """``attempt(THIEF, token)``: which GPU that user gets with that value of SAFE_GPU_SCOPE, or why not."""
-    return lambda uid, token, **options: str(user(uid, scope=token, **options).hear())
+    return lambda uid, token, **options: str(claim_as(uid, scope=token, **options).hear())
 
 
 def test_what_entries_and_doors_tell_opens_nothing_nor_a_token_that_leaked_to_others(
@@ -97,43 +97,43 @@ def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(victim, attempt,
     ("said", "room"), [(-60 * GIB, 0), ("x", 0), (GIB, 19), (60 * GIB, 0), (1 << 60, 0), (1 << 61, 0), (None, 0)]
 )
 def test_what_a_neighbour_says_of_its_share_overbooks_no_gpu_and_charges_no_limit(
-    rules: Any, user: Any, entry_of: Any, dgx: Any, said: object, room: int
+    rules: Any, claim_as: Any, entry_of: Any, dgx: Any, said: object, room: int
 ) -> None:
     """It takes of the room that is left at most; what is no share is all of it."""
     rules("[default]\nmax_gpus = 1")
-    assert user(VICTIM, share="60GiB", only=0).hear() == "[0]"
+    assert claim_as(VICTIM, share="60GiB", only=0).hear() == "[0]"
     entry_of(THIEF, {"gpus": {dgx.uuids[0]: said}, "parts": {dgx.uuids[0]: 0}, "uid": VICTIM, "pid": 1})
-    assert "NotEnoughGpusError" in user(OTHER, share=f"{room + 1}GiB", only=0).hear()
+    assert "NotEnoughGpusError" in claim_as(OTHER, share=f"{room + 1}GiB", only=0).hear()
     if room:
-        assert user(OTHER, share=f"{room}GiB", only=0).hear() == "[0]"
-    assert "you hold 0.75 of your 1 GPU" in user(VICTIM, share="30GiB", only=1).hear()
-    assert user(VICTIM, share="20GiB", only=1).hear() == "[1]"
+        assert claim_as(OTHER, share=f"{room}GiB", only=0).hear() == "[0]"
+    assert "you hold 0.75 of your 1 GPU" in claim_as(VICTIM, share="30GiB", only=1).hear()
+    assert claim_as(VICTIM, share="20GiB", only=1).hear() == "[1]"
 
 
-def test_who_says_display_is_at_its_limit_as_anybody(rules: Any, user: Any, entry_of: Any, dgx: Any) -> None:
+def test_who_says_display_is_at_its_limit_as_anybody(rules: Any, claim_as: Any, entry_of: Any, dgx: Any) -> None:
     """On a host whose GPUs nobody shares by their display."""
     rules("[default]\nmax_gpus = 1")
     entry_of(VICTIM, {"gpus": {dgx.uuids[0]: None}, "display": True})
-    assert "you hold 1 of your 1 GPU" in user(VICTIM, only=1).hear()
-    assert user(OTHER, only=1).hear() == "[1]"
+    assert "you hold 1 of your 1 GPU" in claim_as(VICTIM, only=1).hear()
+    assert claim_as(OTHER, only=1).hear() == "[1]"
 
 
-def test_a_share_that_rounds_to_nothing_is_at_the_limit_of_its_user(rules: Any, user: Any, entry_of, dgx) -> None:
+def test_a_share_that_rounds_to_nothing_is_at_the_limit_of_its_user(rules: Any, claim_as: Any, entry_of, dgx) -> None:
     """Its ticket stands first, and is passed."""
     rules(f"[default]\nmax_gpus = 2\n[user {THIEF}]\nmax_gpus = 0")
     process = {"pid": os.getpid(), "start": api.procfs.start_time(os.getpid()), "pidns": api.procfs.pid_namespace()}
     entry_of(THIEF, {"nb_gpus": 1, "gpus": [*dgx.uuids], "share": 1, **process}, part="queue")
-    assert user(VICTIM, 2, timeout=20).hear() == "[0, 1]"
+    assert claim_as(VICTIM, 2, timeout=20).hear() == "[0, 1]"
 
 
 @pytest.mark.parametrize("wanted", [{}, {"share": "30GiB"}])
 def test_a_neighbour_does_not_vouch_for_a_part_of_another_state_directory(
-    state_dir: Path, user: Any, entry_of: Any, dgx: Any, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str]
+    state_dir: Path, claim_as: Any, entry_of: Any, dgx: Any, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str]
 ) -> None:
     """Of two claims of a neighbour one is inside the other, so it takes no room, and says that it has that part."""
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(state_dir / "simulated"))
     other = {"SAFE_GPU_DIR": str(state_dir.parent / "other")}
-    assert user(VICTIM, share="60GiB", before=lambda: os.environ.update(other)).hear() == "[0]"
+    assert claim_as(VICTIM, share="60GiB", before=lambda: os.environ.update(other)).hear() == "[0]"
     entry_of(THIEF, {"gpus": {}, "token": "t"})
     entry_of(THIEF, {"gpus": {dgx.uuids[0]: None}, "inside": "t", "parts": {dgx.uuids[0]: 0}})
     with claim(1, **wanted) as owner:
@@ -173,29 +173,31 @@ def limit(rules: Any, state_dir: Path) -> None:
     rules("[default]\nmax_gpus = 2")
 
 
-def test_what_an_entry_says_of_users_is_never_believed(limit: None, user: Any, entry_of: Any, as_user: Any) -> None:
+def test_what_an_entry_says_of_users_is_never_believed(limit: None, claim_as: Any, entry_of: Any, as_user: Any) -> None:
     """The victim's uid, its name, and a process of hers, in the claims and the tickets of somebody else."""
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
     said = {"uid": VICTIM, "user": str(VICTIM), "pid": victim.pid, "start": api.procfs.start_time(victim.pid)}
     entry_of(OTHER, {"gpus": {"GPU-a": None, "GPU-b": None}, **said})
     entry_of(OTHER, {"gpus": ["GPU-a"], "nb_gpus": 1, **said}, part="queue")
-    assert granted(user(VICTIM, 2)) == 2
-    assert "you hold 2 of your 2 GPUs" in user(OTHER).hear()
+    assert granted(claim_as(VICTIM, 2)) == 2
+    assert "you hold 2 of your 2 GPUs" in claim_as(OTHER).hear()
 
 
-def test_a_claim_counts_for_the_effective_user(limit: None, user: Any) -> None:
+def test_a_claim_counts_for_the_effective_user(limit: None, claim_as: Any) -> None:
     """Of a program that keeps another real user, and for who claimed, whoever the process becomes after that."""
-    assert granted(user(OTHER, start_as=0, before=lambda: os.setresuid(VICTIM, OTHER, OTHER))) == 1
-    assert granted(user(OTHER, start_as=0, before=lambda: os.seteuid(OTHER), after=lambda: os.setresuid(0, 0, 0))) == 1
-    assert "you hold 2 of your 2 GPUs" in user(OTHER).hear()
-    assert granted(user(VICTIM, 2)) == 2
+    assert granted(claim_as(OTHER, start_as=0, before=lambda: os.setresuid(VICTIM, OTHER, OTHER))) == 1
+    assert (
+        granted(claim_as(OTHER, start_as=0, before=lambda: os.seteuid(OTHER), after=lambda: os.setresuid(0, 0, 0))) == 1
+    )
+    assert "you hold 2 of your 2 GPUs" in claim_as(OTHER).hear()
+    assert granted(claim_as(VICTIM, 2)) == 2
 
 
-def test_users_whom_this_namespace_does_not_know_share_no_limit(limit: None, user, dgx, monkeypatch) -> None:
+def test_users_whom_this_namespace_does_not_know_share_no_limit(limit: None, claim_as, dgx, monkeypatch) -> None:
     """They all look like one user, who is nobody."""
     dgx.hold(0, 1, uid=OTHER)
     monkeypatch.setattr(api.procfs, "is_unknown_user", lambda uid: uid == OTHER)
-    assert granted(user(OTHER, 2)) == 2
+    assert granted(claim_as(OTHER, 2)) == 2
 
 
 # Who is blamed
@@ -230,7 +232,7 @@ def test_an_entry_that_names_a_living_process_of_somebody_else(state_dir, as_use
     assert not re.search(r"\b4711\b", refusal)
 
 
-def test_a_child_that_outlives_its_parent(state_dir: Path, rules: Any, user: Any, as_user: Any, seen: Any) -> None:
+def test_a_child_that_outlives_its_parent(state_dir: Path, rules: Any, claim_as: Any, as_user: Any, seen: Any) -> None:
     """It is told of, and counts for its user's limit, by the entry that it keeps. Nobody has to see into it."""
 
     def leave(say: Callable[[object], None], listen: Callable[[], str]) -> None:
@@ -251,14 +253,14 @@ def test_a_child_that_outlives_its_parent(state_dir: Path, rules: Any, user: Any
             holder = f"process {orphan}, which" if pid else "a process that"
             assert f"{holder} process {gone.pid} left behind (4713" in refusal
         rules("[default]\nmax_gpus = 8")
-        assert "you hold 8 of your 8 GPUs" in user(THIEF).hear()
+        assert "you hold 8 of your 8 GPUs" in claim_as(THIEF).hear()
     finally:
         gone.tell()
 
 
-def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, user: Any, as_user: Any) -> None:
+def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, claim_as: Any, as_user: Any) -> None:
     """All whom it does not know look like one user, who is not this one."""
-    assert user(VICTIM, 8).hear() == str([*range(8)])
+    assert claim_as(VICTIM, 8).hear() == str([*range(8)])
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> Any:
         if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):  # CLONE_NEWUSER

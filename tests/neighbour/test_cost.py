@@ -94,12 +94,12 @@ def test_other_kinds_of_files(used: Path, dgx: Any, check: Any, file_lease: Any,
     assert precious.read_text() == "precious"
 
 
-def test_a_wide_process(used: Path, dgx: Any, entry_of: Any, check: Any, wide: int) -> None:
+def test_a_wide_process(used: Path, dgx: Any, entry_of: Any, check: Any, huge_process: int) -> None:
     """It is in a claim, in a ticket and on a GPU."""
-    dgx.hold(2, pid=wide)
-    dgx.occupy(1, pid=wide)
-    entry_of(NEIGHBOUR, {"pid": wide, "nb_gpus": 8, "gpus": dgx.uuids[5:6]}, part="queue")
-    check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})
+    dgx.hold(2, pid=huge_process)
+    dgx.occupy(1, pid=huge_process)
+    entry_of(NEIGHBOUR, {"pid": huge_process, "nb_gpus": 8, "gpus": dgx.uuids[5:6]}, part="queue")
+    check({**COMMANDS, ("affinity", "--of", huge_process): (0, 1)})
 
 
 # Many names, strange ones, linked ones
@@ -296,10 +296,10 @@ def very_many_names(crowd: Crowd) -> None:
 @pytest.mark.parametrize(
     "make", [unreadable_file, large_file, dead_names, living_names, pytest.param(very_many_names, marks=long)]
 )
-def test_no_file_of_one_user_refuses_the_claims_of_another(state_dir: Path, dgx: Any, user: Any, make: Any) -> None:
+def test_no_file_of_one_user_refuses_the_claims_of_another(state_dir: Path, dgx: Any, claim_as: Any, make: Any) -> None:
     crowd = Crowd(state_dir)
     make(crowd)
-    holder = user(VICTIM, 8)
+    holder = claim_as(VICTIM, 8)
     assert holder.hear() == "[0, 1, 2, 3, 4, 5, 6, 7]"
     assert [one.uid for one in api.living_claims() if one.gpus] == [VICTIM]
     holder.tell()

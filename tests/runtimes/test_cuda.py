@@ -104,7 +104,7 @@ def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: 
     readlink = os.readlink
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm" if "/fd/" in path else readlink(path))
     assert Answers(3).visible_if_initialized() is None, "no process inherits by a fork what it has opened itself"
-    assert forks.in_fork(Answers(3).visible_if_initialized)[0] == "CudaInitializedError"
+    assert forks.json_from_child(Answers(3).visible_if_initialized)[0] == "CudaInitializedError"
 
 
 def test_a_driver_that_starts_in_no_process_is_not_taken_for_a_fork(host: Host) -> None:

@@ -15,7 +15,7 @@ import pytest
 from support import api
 from support.claims import claim
 from support.entries import remove_entry
-from support.findings import says
+from support.findings import expect
 from support.state import locked_host
 
 BEN = 12345
@@ -53,8 +53,8 @@ class Driver:
     def look(self) -> api.HostStatus:
         return api.status_of(api.HostSnapshot(tuple(self.gpus), "test", "1"))
 
-    def told(self, index: int = 0) -> list[str]:
-        """What is told of the processes on a GPU."""
+    def remarks(self, index: int = 0) -> list[str]:
+        """What status tells of processes on a GPU beside its claims."""
         return [one.text for one in self.look().gpus[index].beside]
 
 
@@ -136,10 +136,10 @@ def test_a_process_of_another_user_beside_a_claim(
     assert text not in api.render_page({"h": document}, now=time.time(), every=300.0, use={})
     host = api.CheckedHost()
     monkeypatch.setattr(type(host), "snapshot", api.HostSnapshot(tuple(driver.gpus), "test", "1"))
-    says(CHECK, "warning", f"GPU 0: {text}", host, fix="safe-gpu run")
+    expect(CHECK, "warning", f"GPU 0: {text}", host, fix="safe-gpu run")
     anna.kill()
-    assert driver.told() == [], "without a claim the GPU is busy, and its row names the process"
-    says(CHECK, "passed", host=host)
+    assert driver.remarks() == [], "without a claim the GPU is busy, and its row names the process"
+    expect(CHECK, "passed", host=host)
 
 
 def test_memory_that_is_not_known_and_many_at_once(driver: Driver, holder: Any, sleeper: Any) -> None:
@@ -149,7 +149,7 @@ def test_memory_that_is_not_known_and_many_at_once(driver: Driver, holder: Any, 
     status = driver.look()
     told = [one.pid for one in status.gpus[0].beside]
     assert told[:4] == some[4:0:-1], "that with the most memory first"
-    assert f"process {some[5]} of {BEN} uses an unknown amount of memory beside this claim" in driver.told()
+    assert f"process {some[5]} of {BEN} uses an unknown amount of memory beside this claim" in driver.remarks()
     lines = " ".join(api.render(status, width=200, color=False).split())
     assert "GPU 0: and 2 more like these (safe-gpu status -v lists all processes)" in lines
     assert "claim_beside_bytes{" not in api.render_metrics(status)
@@ -161,7 +161,7 @@ def test_a_process_of_the_user_of_the_claim_is_not_called_a_stranger(driver: Dri
     own = sleeper()
     driver.put(0, on_gpu(own))
     said = "and was not started by this claim, as far as can be seen (a container, tmux?)"
-    assert driver.told() == [f"process {own} of {USER} uses 2 GiB {said}"]
+    assert driver.remarks() == [f"process {own} of {USER} uses 2 GiB {said}"]
 
 
 def test_whose_a_process_in_a_container_is_nobody_knows(
@@ -188,10 +188,11 @@ def test_a_claim_whose_process_uses_another_gpu(driver: Driver, holder: Any) -> 
     """On a GPU that is free, and on one that somebody else holds."""
     pid = holder("0,1")
     driver.put(2, on_gpu(pid))
-    assert driver.told(2) == [f"process {pid} of {USER} uses 2 GiB here, and its own claim holds GPU 0,1"]
+    assert driver.remarks(2) == [f"process {pid} of {USER} uses 2 GiB here, and its own claim holds GPU 0,1"]
     assert driver.look().gpus[2].state == "busy"
     holder("2")
-    assert driver.told(2) == [f"process {pid} of {USER} uses 2 GiB beside this claim, and its own claim holds GPU 0,1"]
+    text = f"process {pid} of {USER} uses 2 GiB beside this claim, and its own claim holds GPU 0,1"
+    assert driver.remarks(2) == [text]
 
 
 # Who is not told: what belongs to a claim
@@ -205,7 +206,7 @@ def test_a_descendant_is_of_the_claim(driver: Driver, child: Any, eventually: An
     pids = [int(word) for word in parent.hear().split()]
     driver.put(0, on_gpu(parent.pid), *map(on_gpu, pids))
     eventually(lambda: parent.pid not in api.procfs.ancestors(pids[2]))
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 def test_a_descendant_in_a_pid_namespace_is_of_the_claim(driver: Driver, child: Any, eventually: Any) -> None:
@@ -216,7 +217,7 @@ def test_a_descendant_in_a_pid_namespace_is_of_the_claim(driver: Driver, child: 
     (pid,) = api.procfs.descendants(forking(int(parent.hear()), eventually))
     driver.put(0, on_gpu(pid))
     assert api.procfs.family_of(pid) is None
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 def test_who_keeps_the_entry_is_of_the_claim(driver: Driver, child: Any, eventually: Any) -> None:
@@ -226,10 +227,10 @@ def test_who_keeps_the_entry_is_of_the_claim(driver: Driver, child: Any, eventua
     pid = int(parent.hear())
     driver.put(0, on_gpu(pid))
     eventually(lambda: parent.pid not in api.procfs.ancestors(pid))
-    assert driver.told() == []
+    assert driver.remarks() == []
     parent.kill()
     assert driver.look().gpus[0].claim.pid == pid
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 def test_what_a_command_leaves_is_of_the_claim_that_it_keeps(
@@ -243,7 +244,7 @@ def test_what_a_command_leaves_is_of_the_claim_that_it_keeps(
     driver.put(0, on_gpu(started.pid), on_gpu(pid))
     eventually(lambda: started.pid not in api.procfs.ancestors(pid))
     assert driver.look().gpus[0].claim.pid == started.pid
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 def test_a_claim_inside_another_one_uses_its_gpus(driver: Driver, child: Any) -> None:
@@ -253,7 +254,7 @@ def test_a_claim_inside_another_one_uses_its_gpus(driver: Driver, child: Any) ->
         inner = child(PRELUDE + "hold(1, only=0); say(start('')); listen()", env=scope, start_new_session=True)
         worker = int(inner.hear())
         driver.put(0, on_gpu(inner.pid), on_gpu(worker))
-        assert driver.told() == []
+        assert driver.remarks() == []
 
 
 def test_sharers_are_not_strangers_to_each_other(driver: Driver, child: Any, sleeper: Any) -> None:
@@ -261,10 +262,10 @@ def test_sharers_are_not_strangers_to_each_other(driver: Driver, child: Any, sle
     sharers = [child(code) for _ in range(2)]
     workers = [int(one.hear()) for one in sharers]
     driver.put(0, *(on_gpu(one.pid) for one in sharers), *map(on_gpu, workers))
-    assert driver.told() == []
+    assert driver.remarks() == []
     ben = sleeper(uid=BEN)
     driver.put(0, on_gpu(sharers[0].pid), on_gpu(ben, 5))
-    assert driver.told() == [f"process {ben} of {BEN} uses 5 GiB beside these claims"]
+    assert driver.remarks() == [f"process {ben} of {BEN} uses 5 GiB beside these claims"]
 
 
 def test_an_mps_server_is_no_stranger_and_a_client_is_one(driver: Driver, holder: Any, sleeper: Any) -> None:
@@ -273,14 +274,14 @@ def test_an_mps_server_is_no_stranger_and_a_client_is_one(driver: Driver, holder
     driver.put(0, idle)
     driver.put(1, idle, on_gpu(client, 3, kind="mps"))
     holder("0,1")
-    assert driver.told(0) == []
-    assert driver.told(1) == [f"process {client} of {BEN} uses 3 GiB beside this claim"]
+    assert driver.remarks(0) == []
+    assert driver.remarks(1) == [f"process {client} of {BEN} uses 3 GiB beside this claim"]
 
 
 def test_who_only_draws_is_no_stranger(driver: Driver, holder: Any, sleeper: Any) -> None:
     driver.put(0, on_gpu(sleeper(uid=BEN), 0.3, kind="graphics"))
     holder("0")
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 def test_pieces(fake_gpus: Any, state_dir: Path, holder: Any, sleeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,9 +318,9 @@ def test_an_mps_server_whose_name_is_hidden_is_no_stranger(
     for number in range(3):
         driver.put(number, api.GpuProcess(server, memory_used=27 << 20))
     holder("0")
-    assert len(driver.told()) == 1
+    assert len(driver.remarks()) == 1
     monkeypatch.setattr(api.procfs, "command_of", lambda pid: None)
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 # Who is not told: what cannot be seen
@@ -329,13 +330,13 @@ def test_a_number_that_is_another_process_s_in_a_container_too(driver: Driver, h
     ben = sleeper(uid=BEN)
     holder("0")
     driver.put(0, on_gpu(ben), on_gpu(ben, 7, elsewhere=True))
-    assert driver.told() == [f"process {ben} of {BEN} uses 2 GiB beside this claim"]
+    assert driver.remarks() == [f"process {ben} of {BEN} uses 2 GiB beside this claim"]
 
 
 def test_who_uses_another_gpu_and_holds_one_that_is_not_shown(driver: Driver, holder: Any) -> None:
     pid = holder("5")
     driver.put(2, on_gpu(pid))
-    assert driver.told(2) == []
+    assert driver.remarks(2) == []
 
 
 def test_who_uses_another_gpu_that_is_held_in_another_state_directory(driver: Driver, holder: Any) -> None:
@@ -345,10 +346,10 @@ def test_who_uses_another_gpu_that_is_held_in_another_state_directory(driver: Dr
     doors = api.Doors("")
     assert doors.take_whole(driver.gpus[2].uuid, ())
     try:
-        assert driver.told(2) == []
+        assert driver.remarks(2) == []
     finally:
         doors.release()
-    assert len(driver.told(2)) == 1
+    assert len(driver.remarks(2)) == 1
 
 
 def test_what_cannot_be_seen_is_nobody_s(driver: Driver, holder: Any, sleeper: Any) -> None:
@@ -357,13 +358,13 @@ def test_what_cannot_be_seen_is_nobody_s(driver: Driver, holder: Any, sleeper: A
     ben = sleeper(uid=BEN)
     holder("0")
     driver.put(0, on_gpu(1 << 30), on_gpu(ben, elsewhere=True), on_gpu(ben, ended=True))
-    assert driver.told() == []
+    assert driver.remarks() == []
     driver.put(1, on_gpu(ben))
     doors = api.Doors("")
     assert doors.take_whole(driver.gpus[1].uuid, ())  # as of a claim in another state directory
     try:
         assert driver.look().gpus[1].claim.elsewhere
-        assert driver.told(1) == []
+        assert driver.remarks(1) == []
     finally:
         doors.release()
 
@@ -373,7 +374,7 @@ def test_beside_a_claim_in_a_container(driver: Driver, sleeper: Any, dgx: Any) -
     dgx.hold(0, pid=1, pidns=1, uid=4711)
     carla, ben = sleeper(uid=4711), sleeper(uid=BEN)
     driver.put(0, on_gpu(carla), on_gpu(ben))
-    assert driver.told() == [f"process {ben} of {BEN} uses 2 GiB beside this claim"]
+    assert driver.remarks() == [f"process {ben} of {BEN} uses 2 GiB beside this claim"]
 
 
 @pytest.mark.parametrize(("real", "effective", "is_told"), [(4711, BEN, False), (BEN, 4711, False), (BEN, BEN, True)])
@@ -386,7 +387,7 @@ def test_who_has_changed_the_user_may_be_of_a_claim_in_a_container(
     pid = sleeper("setpriv", *(f"--{name}={uid}" for name, uid in ids.items()), "--clear-groups")
     eventually(lambda: api.procfs.command_of(pid) == "sleep infinity")
     driver.put(0, on_gpu(pid))
-    assert bool(driver.told()) is is_told
+    assert bool(driver.remarks()) is is_told
 
 
 def test_a_process_in_a_container_beside_a_claim_in_a_container(
@@ -396,7 +397,7 @@ def test_a_process_in_a_container_beside_a_claim_in_a_container(
     dgx.hold(0, pid=1, pidns=1, uid=4711)
     (pid,) = api.procfs.descendants(forking(sleeper("unshare", "--pid", "--fork", "--kill-child"), eventually))
     driver.put(0, on_gpu(pid))
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 def test_beside_a_claim_whose_user_cannot_be_known(
@@ -405,9 +406,9 @@ def test_beside_a_claim_whose_user_cannot_be_known(
     """As in a user namespace, which shows all users of the host but one as 65534."""
     dgx.hold(0, uid=4711)
     driver.put(0, on_gpu(sleeper(uid=BEN)))
-    assert len(driver.told()) == 1
+    assert len(driver.remarks()) == 1
     monkeypatch.setattr(api.procfs, "is_unknown_user", lambda uid: uid == 4711)
-    assert driver.told() == []
+    assert driver.remarks() == []
 
 
 def test_beside_more_claims_than_are_looked_at(driver: Driver, sleeper: Any, dgx: Any) -> None:
@@ -424,7 +425,7 @@ def test_beside_more_claims_than_are_looked_at(driver: Driver, sleeper: Any, dgx
         made.append((directory, name, entry))
     driver.put(0, on_gpu(carla), on_gpu(ben))
     try:
-        assert driver.told() == [f"process {ben} of {BEN} uses 2 GiB beside these claims"]
+        assert driver.remarks() == [f"process {ben} of {BEN} uses 2 GiB beside these claims"]
     finally:
         for directory, name, entry in made:
             remove_entry(directory, name, entry)

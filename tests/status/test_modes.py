@@ -12,7 +12,7 @@ import pytest
 from support import api
 from support.claims import claim
 from support.entries import remove_entry
-from support.findings import says
+from support.findings import expect
 from support.state import locked_host
 from support.vendor_hosts import GIB, IntelHost, KfdHost
 
@@ -93,8 +93,8 @@ def test_an_instance_that_is_gone_is_told_on_the_row_of_its_gpu(nvidia: Any, run
         assert text not in api.render_page({"h": document}, now=time.time(), every=300.0, use={})
         assert f'safe_gpu_claim_outdated{{gpu="0",UUID="{nvidia.uuids[0]}"' in run_here("status", "--prometheus").stdout
         assert user in run_here("history").stdout
-        says(CHECK, "warning", f"GPU 0: {text} (process {os.getpid()} of {user})", fix="drain a GPU before")
-    says(CHECK, "passed")
+        expect(CHECK, "warning", f"GPU 0: {text} (process {os.getpid()} of {user})", fix="drain a GPU before")
+    expect(CHECK, "passed")
     assert "claim_outdated{" not in run_here("status", "--prometheus").stdout
 
 
@@ -111,7 +111,7 @@ def test_a_whole_gpu_whose_instances_are_shown_is_told_on_all_of_its_rows(nvidia
         told = "held with all of its GPU since before the mode changed"
         assert rows_of(status, f"pid {os.getpid()}") == [["0", "unusable"], ["0:0", "claimed"], ["0:1", "claimed"]]
         assert f"GPU 0:0,0:1: {told}" in lines_of(status)
-        says(CHECK, "warning", f"GPU 0:0,0:1: {told} (process {os.getpid()} of ")
+        expect(CHECK, "warning", f"GPU 0:0,0:1: {told} (process {os.getpid()} of ")
         assert [one.claim and one.claim.held_as for one in status.gpus] == [
             None, *[api.HeldAs(told, outdated=True)] * 2, None,
         ]  # fmt: skip
@@ -134,10 +134,10 @@ def test_an_instance_that_was_destroyed_while_mig_is_on(nvidia: Any, monkeypatch
         status, text = api.gather(), f"held as {owner.gpus[0].uuid}, which is gone"
         assert f"GPU 0: {text}" in lines_of(status)
         assert f"; {text}; " in f"; {status.gpus[0].reason}; "
-        says(CHECK, "warning", text)
+        expect(CHECK, "warning", text)
         monkeypatch.setattr(api.procfs, "pid_namespace", lambda: 1)
         assert f"GPU 0: held as {owner.gpus[0].uuid}, which the driver does not show here" in lines_of(api.gather())
-        says(CHECK, "passed")
+        expect(CHECK, "passed")
 
 
 def test_instances_of_a_gpu_that_is_lost(nvidia: Any) -> None:
@@ -146,7 +146,7 @@ def test_instances_of_a_gpu_that_is_lost(nvidia: Any) -> None:
     with claim(1, only="0:0") as owner:
         nvidia.change(0, lost=1)
         assert f"GPU 0: held as {owner.gpus[0].uuid}, which the driver does not show here" in lines_of(api.gather())
-        says(CHECK, "passed")
+        expect(CHECK, "passed")
 
 
 def test_each_of_several_claims_has_a_row(nvidia: Any, played: Callable[..., None], run_here: Any) -> None:
@@ -258,7 +258,7 @@ def test_partitions_in_another_mode(amd: Callable[..., None]) -> None:
         assert f"GPU 0: {told}" in lines_of(api.gather())
         amd("DPX", 1, 5)
         assert f"GPU 0,1: {told}" in lines_of(api.gather())
-        says(CHECK, "warning", f"GPU 0,1: {told} (process {os.getpid()} of ")
+        expect(CHECK, "warning", f"GPU 0,1: {told} (process {os.getpid()} of ")
 
 
 def test_a_card_that_is_shown_as_partitions(amd: Callable[..., None]) -> None:
@@ -280,11 +280,11 @@ def test_a_card_and_its_virtual_functions(tmp_path: Path, state_dir: Path, monke
     monkeypatch.setattr(api.procfs, "pid_namespace", lambda: api.procfs.FIRST_PID_NAMESPACE)
     with claim(1, only="0"):
         assert "GPU 1: held with all of its GPU" in lines_of(api.gather())
-        says(CHECK, "passed")
+        expect(CHECK, "passed")
     with claim(1, only="1") as owner:
         name = owner.gpus[0].uuid
         assert f"GPU 0: held as {name}, a part of it" in lines_of(api.gather())
-        says(CHECK, "passed")
+        expect(CHECK, "passed")
         (host.root / "sys/class/drm/renderD129/device").unlink()
         assert f"GPU 0: held as {name}, which is gone" in lines_of(api.gather())
-        says(CHECK, "warning", f"GPU 0: held as {name}, which is gone (process ")
+        expect(CHECK, "warning", f"GPU 0: held as {name}, which is gone (process ")

@@ -1,4 +1,4 @@
-"""Claims of simulated GPUs in one word, on a host that can be watched and disturbed poll by poll, and step by step."""
+"""Claims of simulated GPUs, and a host that counts polls, notes steps of claims, and can change at each of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
 
 
 def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
-    """The GPUs that a claim gets without waiting and gives back at once; None: it is refused."""
+    """The indices of the GPUs that a claim gets without waiting, and has given back; None: it is refused."""
     try:
         with claim(nb_gpus, **options) as claimed:
             return tuple(claimed.devices_taken)
@@ -39,9 +39,15 @@ def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
 
 
 class Host(SimulatedDriver):
-    """A simulated host; it counts polls, narrow ones too, and runs ``on_poll(number)`` before each.
+    """A simulated host.
 
-    ``edits`` maps the UUIDs of GPUs to what the driver shows of them instead. ``fail_at(event)`` may raise.
+    Attributes:
+        polls: how often the driver was asked, for all GPUs or for some.
+        on_poll: is called with that number before each answer.
+        events: what has happened, in order: "poll", "usage", "close" and the steps of :class:`Spies`.
+        on_event: is called with each of them, and may raise.
+        edits: UUID of a GPU -> the fields of its record that the driver shows changed.
+        strangers: processes that use GPUs without a claim.
     """
 
     def __init__(self, preset: str, stranger_pid: int) -> None:
@@ -55,7 +61,7 @@ class Host(SimulatedDriver):
         self.strangers: list[SimulatedContext] = []
 
     def ask_cuda(self) -> None:
-        """From now on CUDA is asked about the devices; here it sleeps."""
+        """Make claims here ask CUDA about their devices, which is not initialised in this process."""
         cuda: Any = CudaLibrary()
         cuda.default_placeholder = lambda logger=None: SimulatedPlaceholder(logger, driver=self)
         self.runtime = cuda
@@ -97,7 +103,7 @@ class Host(SimulatedDriver):
 
 
 class Spies:
-    """Every step of a claim as an event of the host, in the order in which they happen.
+    """Note every step of a claim as an event of the host.
 
     Use it with ``placeholder_fn=spies.placeholder`` and ``debug_sleep=spies.PAUSE``.
     """

@@ -1,4 +1,4 @@
-"""What one check of ``doctor`` finds, also on hosts that are made up."""
+"""What one check of ``doctor`` finds, on real and made-up hosts."""
 
 import json
 import os
@@ -26,15 +26,15 @@ print(found.status, found.detail, found.fix, sep="|")
 
 
 def finding(name: str, host: CheckedHost | None = None) -> Check:
-    """What one check finds; what is wrong has a fix of one line, what is not has none."""
+    """What one check finds. Fail unless it has a fix of one line where something is wrong, and none elsewhere."""
     found = doctor.check(name, host or CheckedHost())
     assert bool(found.fix) == (found.status in ("warning", "failed"))
     assert "\n" not in found.fix
     return found
 
 
-def says(name: str, status: str, detail: str = "", host: CheckedHost | None = None, fix: str = "") -> None:
-    """That a check finds this, with these words in its text and in its fix."""
+def expect(name: str, status: str, detail: str = "", host: CheckedHost | None = None, fix: str = "") -> None:
+    """Fail unless a check has this status, and these words in its text and in its fix."""
     found = finding(name, host)
     assert (found.status, detail in found.detail, fix in found.fix) == (status, True, True), found
 

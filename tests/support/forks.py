@@ -34,19 +34,20 @@ def in_child(work: Callable[[], Any]) -> Any:
         child.end()
 
 
-def in_fork(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a forked child, as JSON has it; where it fails by an error of ours, what that tells."""
+def json_from_child(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a forked child, as JSON has it; where it raises an error of this package, the facts of
+    that."""
 
     def answer() -> str:
         try:
             return json.dumps(work())
         except safe_gpu.SafeGpuError as err:
-            return json.dumps(told(err))
+            return json.dumps(facts_of_error(err))
 
     return json.loads(in_child(answer))
 
 
-def told(err: Exception) -> tuple[str, str, dict[str, object]]:
+def facts_of_error(err: Exception) -> tuple[str, str, dict[str, object]]:
     """The name of an error, its message, and its short attributes."""
     others = {name: value for name, value in vars(err).items() if name not in ("message", "verdicts", "processes")}
     short = {name: value for name, value in others.items() if isinstance(value, str | int | tuple)}
@@ -66,14 +67,17 @@ def claim(*arguments, **options):
     try:
         return safe_gpu.claim_gpus(*arguments, **{"timeout": 0, "affinity": None, **options}).devices_taken
     except safe_gpu.SafeGpuError as err:
-        return told(err)
+        return facts_of_error(err)
 def variables():
     return {name: os.environ[name] for name in (*VARIABLES, "SAFE_GPU_SCOPE") if name in os.environ}
 """
 
 
-def forked(host: Any, code: str, **environment: str) -> Any:
-    """What ``code`` leaves in ``out`` in a child with these fake GPUs, to which CUDA and HIP are new."""
+def out_of_child(host: Any, code: str, **environment: str) -> Any:
+    """What ``code`` leaves in the dictionary ``out``, in a forked child with these fake GPUs.
+
+    That child has loaded neither CUDA nor HIP before.
+    """
     import filelock  # noqa: F401 - here, so that no child has to
     import pynvml
 
@@ -96,15 +100,21 @@ def forked(host: Any, code: str, **environment: str) -> Any:
         pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache = None, {}
         nvml.KNOWN.clear()  # of the hosts of other tests
         nvml.LINKS.clear()
-        space = {"out": {}, "told": told, "in_fork": in_fork, "VARIABLES": VARIABLES}
+        space = {
+            "out": {},
+            "facts_of_error": facts_of_error,
+            "json_from_child": json_from_child,
+            "VARIABLES": VARIABLES,
+        }
         exec(IN_A_PROCESS + code, space)
         return space["out"]
 
-    return in_fork(work)
+    return json_from_child(work)
 
 
 def each_point(work: Callable[[], object]) -> Iterator[Any]:
-    """Run ``work`` in child after child, and kill each one call later than the one before; the last one lives."""
+    """Run ``work`` in one child after the other, and kill each one system call later than the one before, until one
+    reaches the end. Yields the call before which each was killed."""
     number = 0
     while True:
         pid = os.fork()

@@ -134,10 +134,10 @@ def bounded(seconds: float = 10.0, mebibytes: int = 512) -> Iterator[None]:
 
 
 def assert_shown_safely(text: str, most: int = 30_000, *, own: bool = False) -> None:
-    """Whether a text is lines of printable characters, and not more of them than somebody may be shown.
+    """Fail unless a text is lines of printable characters, and not more of them than somebody may be shown.
 
     Args:
-        own: it tells of what this user has set, which may have any lines.
+        own: whether it tells of what this user has set, which may have any lines.
     """
     assert len(text) <= most, f"{len(text)} characters: {text[:200]!r} ..."
     for line in text.split("\n"):
@@ -146,7 +146,7 @@ def assert_shown_safely(text: str, most: int = 30_000, *, own: bool = False) -> 
 
 
 def assert_plain(value: Any) -> None:
-    """Whether all texts in a decoded document are printable, so that a program may show them."""
+    """Fail unless all texts in a decoded document are printable, so that a program may show them."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):
@@ -156,7 +156,7 @@ def assert_plain(value: Any) -> None:
 
 
 def assert_gpus_shown_safely(snapshot: HostSnapshot) -> None:
-    """Whether what a driver says of GPUs tells them apart, and tables and documents with it can be shown."""
+    """Fail unless what a driver says of GPUs tells them apart, and tables and documents with it can be shown."""
     for gpu in snapshot.gpus:
         assert_plain([gpu.uuid, gpu.name, gpu.pci_bus_id, gpu.process_error, gpu.unusable])
         assert len(gpu.uuid) <= 100

@@ -78,7 +78,7 @@ def child() -> Iterator[Callable[..., Child]]:
 
 @pytest.fixture(scope="session")
 def stranger_pid() -> Iterator[int]:
-    """A process that is not this one: its parent, or a child where the parent is outside this PID namespace."""
+    """The pid of another process: this one's parent, or a child where the parent is of another PID namespace."""
     if os.getppid():
         yield os.getppid()
         return
@@ -89,7 +89,7 @@ def stranger_pid() -> Iterator[int]:
 
 @pytest.fixture
 def zombie() -> Iterator[int]:
-    """A process that has exited and is still there, until the test ends."""
+    """The pid of a zombie, which nobody waits for until the test ends."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -100,13 +100,13 @@ def zombie() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def everything_imported() -> None:
-    """Other users may not be able to read this package, so all that a forked process of theirs uses is imported."""
+    """Import all that a forked process of another user may use, as that user may not be able to read this package."""
     import_everything()
 
 
 @pytest.fixture
 def as_user(everything_imported: None) -> Iterator[Callable[..., Actor]]:
-    """Run ``work(say, listen)`` as another user."""
+    """``as_user(work, uid=4711)``: a forked process of that user, which runs ``work(say, listen)``."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to act as other users")
     children: list[Actor] = []

@@ -220,7 +220,7 @@ class Stage:
         return work
 
     def until_queued(self, actor: Actor) -> None:
-        """Return when it stands in the queue, or has something to say."""
+        """Wait until it stands in the queue, or has something to say."""
         while not actor.line.poll(0.0005):
             for path in Path(self.state, "queue").glob("[0-9]*"):
                 with suppress(OSError, ValueError):

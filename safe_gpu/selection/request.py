@@ -619,5 +619,7 @@ def _count(nb_gpus: object) -> int:
         way_out = f"ask for a whole number of GPUs, 1 or more (or {job} for the number that the batch job asked for)"
         if isinstance(nb_gpus, (list, tuple, range, set)):
             way_out += f"; to choose GPUs by index, pass {style.written('only', nb_gpus)}"
+        elif isinstance(nb_gpus, str) and nb_gpus.isdecimal():  # such as sys.argv[1]
+            way_out += f"; {nb_gpus!r} is text: pass int({nb_gpus!r})"
         raise refused("nb_gpus", nb_gpus, way_out)
     return count

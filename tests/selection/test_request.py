@@ -143,6 +143,12 @@ def test_a_condition_that_is_not_known() -> None:
         )
 
 
+def test_a_number_of_gpus_that_is_text() -> None:
+    """As ``sys.argv`` has it."""
+    with pytest.raises(api.UnsatisfiableRequestError, match=re.escape("; '2' is text: pass int('2')")):
+        api.parse_request("2")
+
+
 GPU_NAMES = ("", ",", "0,", "-1", True, 2.5, "3-0", "1:", [[1]], [None], b"0", "cuda:0", 99999, "54d0709b")
 SENSELESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "nb_gpus": ((0, 2.0, "2", True, None, [1], math.inf, b"1"), "ask for a whole number of GPUs, 1 or more"),

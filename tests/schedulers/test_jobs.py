@@ -586,7 +586,8 @@ def test_the_end_of_a_slurm_job(tmp_path: Path) -> None:
 
 def test_the_limit_of_a_job_of_grid_engine(fake_qstat: Qstat) -> None:
     number = "70001"  # of which no other test asks: what qstat has told of a job is kept
-    environ = fake_qstat(qstat_xml(hard(request("h_rt", 7200, valtype=3), request("gpu", 2))), job=number)
+    answer = qstat_xml(hard(request("h_rt", 7200, valtype=3), request("gpu", 2)), job=number)
+    environ = fake_qstat(answer, job=number)
     job = api.current(environ)
     assert api.with_end(environ, job, ask=True).walltime is None  # qstat is not asked for that alone
     assert api.ask_qstat(environ, number) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -73,6 +74,16 @@ def when(moment: float | None, now: float) -> str:
         return ""
     exact = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
     return element("time", clock(moment, now), datetime=exact, title=time.ctime(moment))
+
+
+def user_name(name: str) -> Markup:
+    """Return the name of a user, which is broken after its punctuation where it is wider than its column.
+
+    >>> user_name("anna.mustermann")
+    'anna.<wbr/>mustermann'
+    """
+    parts = re.split(r"(?<=[._@-])", name[:_LONGEST])
+    return Markup("<wbr/>".join(_escaped(part) for part in parts))
 
 
 def bar(part: float) -> Markup:

@@ -15,7 +15,7 @@ from ..wording.text import format_age, plural, short_age
 from .document import NO_DOCUMENT, TITLES, Document, Figures, figures_of, status_in
 from .facts import HostStatus
 from .history import hours
-from .markup import Markup, bar, element, joined, listed, table, when
+from .markup import Markup, bar, element, joined, listed, table, user_name, when
 from .notes import notes_of
 from .rows import TableRow, rows_of
 from .table import COLUMNS_OF_GPU, COLUMNS_OF_USER
@@ -140,6 +140,7 @@ def _cells(row: TableRow, label: str, now: float) -> Mapping[str, str]:
         "GPU": label,
         "State": element("b", state, class_=state.replace(" ", "-")),
         "Memory": memory,
+        "User": user_name(row.who.user),
         "Command": row.who.command or row.text,
         "Since": when(claim.since, now),
         "Until": when(claim.until, now),
@@ -157,7 +158,11 @@ def _waiting(status: HostStatus) -> Markup:
     queue = queue_of(status, verbose=True, most_of_user=99, whole_names=True)
     titles = [_title(column.title) for column in queue.columns]
     cells_of_rows = zip(*(column.cells for column in queue.columns), strict=True)
-    rows = [dict(zip(titles, cells, strict=True)) for cells in cells_of_rows]
+    rows = []
+    for cells in cells_of_rows:
+        row = dict(zip(titles, cells, strict=True))
+        row["User"] = user_name(row["User"])
+        rows.append(row)
     waiters = table(f"Waiting, {queue.order}", titles, rows, "queue")
     more = len(status.queue) - len(queue.groups)
     if more == 0:
@@ -185,7 +190,7 @@ def _cells_of_user(row: ReportRow, largest: float) -> dict[str, str]:
     if row.wait_mean is not None:
         wait = short_age(row.wait_mean)
     return {
-        "User": row.key,
+        "User": user_name(row.key),
         "Claims": str(row.claims),
         "GPU-hours": joined(bar(row.gpu_hours_most / largest), hours(row.gpu_hours_least, row.gpu_hours_most)),
         "Used": row.use.used_text(),

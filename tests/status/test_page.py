@@ -304,6 +304,32 @@ def test_states_keep_away_from_the_bars_of_memory(opened: Opened, width: int) ->
     assert opened(page({"gpu1": status}), width).evaluate(TOO_NEAR) == []
 
 
+# Words in the cells of users that are broken within, and those that cannot be seen whole without scrolling.
+BROKEN = """() => [...document.querySelectorAll("td.user, .use th.user")].flatMap(
+  one => [...one.childNodes]).filter(one => {
+  const word = document.createRange();
+  word.selectNodeContents(one);
+  return word.getClientRects().length > 1;
+}).map(one => one.textContent)"""
+OUT_OF_SIGHT = """() => [...document.querySelectorAll(".gpus b, .gpus td.user, .queue td.user")].filter(one => {
+  const text = document.createRange();
+  text.selectNodeContents(one);
+  return text.getBoundingClientRect().right > one.closest(".scroll").getBoundingClientRect().right;
+}).map(one => one.textContent)"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_users_and_states_are_seen_whole_without_scrolling(opened: Opened, width: int) -> None:
+    """A long name is broken after its punctuation."""
+    status = crowded()
+    status["gpus"][1]["claim"]["user"] = status["queue"][0]["user"] = "anna.mustermann"
+    day = [made_up.DAY[0]._replace(key="first.last-with-a-long-name@example.org"), *made_up.DAY[1:]]
+    window = opened(page({"gpu1": status}, use={"gpu1": day}), width)
+    assert window.evaluate(BROKEN) == []
+    assert window.evaluate(OUT_OF_SIGHT) == []
+    assert gpus_of(window).get_by_role("cell", name="anna.mustermann", exact=True).bounding_box()["height"] < 40
+
+
 def test_a_table_scrolls_on_a_telephone_and_its_rows_keep_their_heads(opened: Opened) -> None:
     window = opened(page({"gpu1": host()}), 390)
     box = window.get_by_role("group", name="GPUs", exact=True)

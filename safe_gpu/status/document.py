@@ -30,7 +30,8 @@ class Figures(NamedTuple):
     """A line on one host.
 
     Attributes:
-        free, total: numbers of GPUs.
+        free, total: numbers of GPUs; of one that is divided the MIG instances count.
+        has_instances: whether there are MIG instances among them.
         waiting, waiters: the number of waiters, and their users.
         cells: its cells in a table of hosts, by title.
         broken: sentences on the GPUs that cannot be used.
@@ -39,6 +40,7 @@ class Figures(NamedTuple):
 
     free: int
     total: int
+    has_instances: bool
     waiting: int
     waiters: str
     cells: Mapping[str, str]
@@ -69,6 +71,7 @@ def figures_of(status: Document, now: float) -> Figures:
     return Figures(
         free,
         len(gpus),
+        any(_is_mig_instance(one) for one in gpus),
         len(queue),
         waiters=printable(", ".join(users)),
         cells={title: printable(text) for title, text in cells.items()},
@@ -79,11 +82,23 @@ def figures_of(status: Document, now: float) -> Figures:
 
 def _models(gpus: list[Document]) -> str:
     """Return the models, with the number of GPUs of each where there are several."""
-    models = Counter(one["name"] or "(name not known)" for one in gpus)
+    models = Counter(_model(one) for one in gpus)
     if len(models) == 1:
         [name] = models
-        return str(name)
+        return name
     return ", ".join(f"{number} x {name}" for name, number in models.items())
+
+
+def _model(gpu: Document) -> str:
+    """Return the name of a GPU; some drivers give a MIG instance the name of its GPU."""
+    name = str(gpu["name"] or "(name not known)")
+    if _is_mig_instance(gpu) and " MIG " not in name:
+        return f"{name} MIG instance"
+    return name
+
+
+def _is_mig_instance(gpu: Document) -> bool:
+    return str(gpu["uuid"]).startswith("MIG-")
 
 
 def _longest_wait(queue: list[Document], now: float) -> str:

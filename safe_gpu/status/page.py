@@ -19,7 +19,7 @@ from .markup import Markup, bar, element, joined, listed, table, user_name, when
 from .notes import notes_of
 from .rows import TableRow, rows_of
 from .table import COLUMNS_OF_GPU, COLUMNS_OF_USER
-from .waiting import queue_of
+from .waiting import notes_on_waiter, queue_of
 
 if TYPE_CHECKING:
     from .report import ReportRow
@@ -45,6 +45,7 @@ def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapp
     are_several = len(hosts) > 1
     free = 0
     gpus = 0
+    has_instances = False
     rows = []
     sections = []
     for number, (name, answer) in enumerate(hosts.items()):
@@ -59,12 +60,16 @@ def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapp
             row.update(figures.cells)
             free += figures.free
             gpus += figures.total
+            has_instances = has_instances or figures.has_instances
         rows.append(row)
         head = Markup()
         if are_several:
             head = element("h2", name)
         sections.append(element("section", head, part, id=f"host-{number}", aria_label=name))
 
+    devices = plural(gpus)
+    if has_instances:
+        devices = f"{gpus} GPUs and MIG instances"
     title, *_ = hosts
     overview = Markup()
     of_whom = ""
@@ -75,7 +80,7 @@ def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapp
             of_whom = f"The last day's use is that of {', '.join(use)}, where the page is made. "
     return _PAGE.substitute(
         nonce=token_urlsafe(),  # what a name that slipped in as markup could not know
-        title=joined(f"{title}: {free} of {plural(gpus)} free"),
+        title=joined(f"{title}: {free} of {devices} free"),
         made=element("time", time.strftime("%a %Y-%m-%d %H:%M %Z", time.localtime(now))),
         main=joined(overview, *sections),
         footer=joined(of_whom, f"safe-gpu {__version__}"),
@@ -164,10 +169,14 @@ def _waiting(status: HostStatus) -> Markup:
         row["User"] = user_name(row["User"])
         rows.append(row)
     waiters = table(f"Waiting, {queue.order}", titles, rows, "queue")
+    notes = []
+    for group in queue.groups:
+        first = group[0]
+        notes += [f"#{first.position}: {note}" for note in notes_on_waiter(first)]
     more = len(status.queue) - len(queue.groups)
-    if more == 0:
-        return waiters
-    return joined(waiters, listed([f"and {more} more"]))
+    if more > 0:
+        notes.append(f"and {more} more")
+    return joined(waiters, listed(notes))
 
 
 def _use(users: Sequence[ReportRow] | None, gpus: int) -> Markup:

@@ -7,7 +7,7 @@ from ..wording.text import gpu_ranges, plural, wrapped
 from .facts import FREE, GpuStatus, HostStatus
 from .notes import notes_of
 from .table import Marks, Screen, gpu_table, table
-from .waiting import queue_of
+from .waiting import notes_on_waiter, queue_of
 
 # The states of which the headline says how many GPUs are in them, in words that nobody takes for "free".
 _COUNTED_STATES = {"idle": "claimed but idle", "at risk": "at risk", "drained": "drained"}
@@ -118,12 +118,9 @@ def _queue_lines(status: HostStatus, screen: Screen) -> list[str]:
     headings, *rows = table(queue.columns, screen.width, optional=("PLANNED", "WAITED"))
     lines = ["", screen.paint(f"Waiting, {queue.order}:", "bold"), screen.paint(headings, "bold")]
     for group, row in zip(queue.groups, rows, strict=True):
-        first = group[0]
         lines.append(row)
-        if first.stopped:
-            stopped = f"process {first.pid} is stopped (a suspended job?) and keeps its place"
-            lines += screen.warning(stopped, indent="     ")
-        lines += screen.warning(first.note, indent="     ")
+        for note in notes_on_waiter(group[0]):
+            lines += screen.warning(note, indent="     ")
     number_shown = sum(len(group) for group in queue.groups)
     if len(status.queue) > number_shown:
         lines.append(f"... and {len(status.queue) - number_shown} more")

@@ -68,6 +68,16 @@ def queue_of(status: HostStatus, *, verbose: bool, most_of_user: int, whole_name
     return ShownQueue(_order(status.queue, is_foreseen), groups, columns)
 
 
+def notes_on_waiter(one: WaiterStatus) -> list[str]:
+    """Return the remarks on a waiter."""
+    notes = []
+    if one.stopped:
+        notes.append(f"process {one.pid} is stopped (a suspended job?) and keeps its place")
+    if one.note:
+        notes.append(one.note)
+    return notes
+
+
 def _says_when(one: WaiterStatus) -> bool:
     """Return whether anything is known of when it starts."""
     return one.expected_start is not None or one.earliest_start is not None or bool(one.limit)

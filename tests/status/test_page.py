@@ -161,6 +161,26 @@ def test_what_is_unusual_is_told() -> None:
     assert found.text.count(" of 7 ") == 2, "in the title of the window and in that of the page"
 
 
+def test_what_is_unusual_of_a_waiter_is_told() -> None:
+    status = host()
+    status["queue"][0]["note"] = "it is inside a claim, and waits for GPUs of that claim"
+    status["queue"][1] |= {"stopped": True, "pid": 12}
+    text = Checked(page({"gpu1": status})).text
+    assert "#1: it is inside a claim, and waits for GPUs of that claim" in text
+    assert "#2: process 12 is stopped (a suspended job?) and keeps its place" in text
+
+
+def test_mig_instances_are_not_counted_as_gpus() -> None:
+    """Some drivers give them the name of their GPU."""
+    status = host()
+    status["gpus"][6] |= {"reason": "MIG mode is on: claim one of its instances"}
+    instance = status["gpus"][7]
+    status["gpus"] += [instance | {"label": f"6:{number}", "uuid": f"MIG-{number}"} for number in (0, 1)]
+    text = Checked(page({"gpu1": status})).text
+    assert "gpu1: 3 of 9 GPUs and MIG instances free" in text
+    assert "7 x NVIDIA A100-SXM4-80GB, 2 x NVIDIA A100-SXM4-80GB MIG instance" in text
+
+
 @pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1e300, float("nan"), [None], {"gpus": [{}]}])
 def test_an_answer_that_is_none_spoils_only_its_line(value: Any) -> None:
     for key in host():

@@ -185,7 +185,7 @@ def release_gpus() -> None:
     """Release the GPUs that this process holds, through :func:`claim_gpus` or any owner; do nothing without any, and
     where another thread is still claiming them."""
     owner = owners.get("gpu_owner") or current_owner()
-    if owner is not None and owner._is_whole:
+    if owner is not None and not owner._is_being_made_elsewhere:
         owner.release_gpus()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from _thread import allocate_lock
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -87,6 +87,7 @@ class GPUOwner:
         del arguments["self"]
         self._pid = os.getpid()
         self._forked = False
+        self._thread = get_ident()
         self._asked = ""  # the request_key, or NO_GPU, once the claim is whole
         self._environment = ClaimVariables()
         self._signals = DeferredSignals()
@@ -195,8 +196,13 @@ class GPUOwner:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the claim was made; False while a thread is still making it."""
+        """Whether the claim was made; False while a thread is still making it, and if an interrupt came in between."""
         return self._asked != ""
+
+    @property
+    def _is_being_made_elsewhere(self) -> bool:
+        """Whether another thread is still making the claim."""
+        return not self._is_whole and self._thread != get_ident()
 
     def release_gpus(self) -> None:
         """Release placeholders and GPUs, and restore the environment and the affinity. Safe to call twice.

@@ -74,6 +74,7 @@ CASES: dict[str, api.JobContext] = {
     f"{FLUX} {OMPI} CUDA_VISIBLE_DEVICES=0,1": FLUX_JOB._replace(local_rank=3, local_size=4, requested_gpus=2),
     SLURM: SLURM_JOB,
     f"{SLURM} SLURM_GPUS_ON_NODE=4 SLURM_JOB_GPUS=0,1,2,3": SLURM_JOB._replace(requested_gpus=4),
+    f"{SLURM} SLURM_JOB_END_TIME=1800000000": SLURM_JOB._replace(ends=1800000000),
     f"{SLURM} SLURM_ARRAY_JOB_ID=70 SLURM_ARRAY_TASK_ID=3": SLURM_JOB._replace(job_id="70", task_id=3),
     f"{SLURM} {SECOND_NODE}": api.JobContext("slurm", "77", None, 1, 2, 2),
     f"{SLURM} {SRUN_OWN}": api.JobContext("slurm", "77", None, 1, 2, 2, own_list=True),
@@ -88,6 +89,7 @@ CASES: dict[str, api.JobContext] = {
     "MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_RANK=5 PMI_SIZE=8": api.JobContext(local_rank=1, local_size=2),
     "PMI_RANK=1 PMI_SIZE=2": api.JobContext(local_rank=1),  # an old mpich
     "PBS_JOBID=12.head PBS_NGPUS=2": PBS_JOB._replace(requested_gpus=2),
+    "PBS_JOBID=12.head PBS_WALLTIME=3600": PBS_JOB._replace(walltime=3600),
     "PBS_JOBID=12[5].head PBS_ARRAY_INDEX=5": PBS_JOB._replace(task_id=5),
     "PBS_JOBID=12[].head PBS_ARRAYID=5": PBS_JOB._replace(task_id=5),  # Torque
     "PBS_JOBID=12[5].head": PBS_JOB._replace(task_id=5),
@@ -154,7 +156,7 @@ def undeclared(scheduler: api.Scheduler) -> set[str]:
 def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
     """Samples in CASES, declared variables, which no test inherits, and a place on the page."""
     samples = samples_of(scheduler)
-    assert len(samples) > 1
+    assert len(samples) > 1, f"write two samples of jobs of {scheduler.name} into CASES"
     assert all(scheduler.job(environ) for environ in samples)
     assert any(api.current(environ).requested_gpus for environ in samples) or scheduler.lists_gpus
     assert undeclared(scheduler) == set()
@@ -163,15 +165,19 @@ def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
     ] == []
     page = Path(schedulers.__file__).with_name("README.md").read_text()
     assert re.search(rf"\b{scheduler.name}\b", page, re.IGNORECASE)
-    assert [name for name in scheduler.requested_gpus if f"`{name}`" not in page] == []
+    for_readers = (*scheduler.requested_gpus, *scheduler.ends, *scheduler.walltime)
+    missing = [name for name in for_readers if f"`{name}`" not in page]
+    assert missing == [], "describe these variables on the schedulers' page"
 
 
 @pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
 def test_the_variables_of_a_scheduler_are_spelt_as_in_the_samples(scheduler: api.Scheduler) -> None:
-    """A misspelt one is never set, and so counts as "not known". Those of the end have tests of their own."""
+    """A misspelt one is never set, and so counts as "not known"."""
     told = {name for variables in CASES for name in env(variables)}
-    named = (*scheduler.job_id, *scheduler.task_id, *scheduler.local_rank, *scheduler.requested_gpus)
-    assert [name for name in named if name not in told] == []
+    of_job = (*scheduler.job_id, *scheduler.task_id, *scheduler.local_rank, *scheduler.requested_gpus)
+    of_end = (*scheduler.ends, *scheduler.walltime)
+    unknown = [name for name in (*of_job, *of_end) if name not in told]
+    assert unknown == [], "no sample in CASES has these variables"
 
 
 @pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)

@@ -152,6 +152,16 @@ def test_the_table_of_status_has_every_column_in_its_order() -> None:
     assert [title for title in told if title in columns] == columns
 
 
+def test_the_page_of_status_says_what_is_left_out_first() -> None:
+    """The columns that give way to the command, the first one first."""
+    columns = [*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER]
+    ranks = {column.title: column.left_out for column in columns if column.left_out is not None}
+    sooner = [title for title in sorted(ranks, key=ranks.__getitem__) if ranks[title] < ranks["COMMAND"]]
+    words = ", ".join(f"`{title}`" for title in sooner)
+    page = " ".join(PAGES["safe_gpu/status/README.md"].read_text().split())
+    assert f"{words} and the bar of memory are left out before the command is cut" in page
+
+
 def section(page: str, title: str) -> str:
     return re.split(r"^## ", PAGES[page].read_text().partition(f"\n## {title}\n")[2], flags=re.MULTILINE)[0]
 

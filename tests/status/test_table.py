@@ -300,6 +300,12 @@ def test_a_column_can_be_put_anywhere(monkeypatch: pytest.MonkeyPatch, group: st
             assert cell in painted
 
 
+def test_each_column_has_its_cell() -> None:
+    """One whose text is never put into a row is empty in all, and so never shown."""
+    titles = {column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)}
+    assert titles - set(CELLS) == set(), "write into CELLS what they show of the GPU of the test above"
+
+
 def test_titles_are_single_words_and_ranks_differ() -> None:
     """Columns are told apart by their titles, and those that are left out go one by one."""
     columns = [*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER]

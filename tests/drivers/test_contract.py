@@ -66,6 +66,13 @@ def test_every_question_is_passed_on_by_a_driver_that_is_awaited() -> None:
         assert name in ("rest", "close") or answer is getattr(driver, name).return_value
 
 
+@pytest.mark.parametrize("vendor", api.VENDORS.values(), ids=list(api.VENDORS))
+def test_why_a_driver_takes_long_depends_on_its_vendor(vendor: Any) -> None:
+    for name in vendor.drivers:
+        why = f"if this ends after seconds, {vendor.is_slow}; if it never ends, the driver hangs: {vendor.recover}"
+        assert api.patience.why_late(name) == why
+
+
 def test_an_idle_host(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = host.driver
     snapshot, runtime = driver.snapshot(), driver.runtime

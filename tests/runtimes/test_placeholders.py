@@ -396,6 +396,9 @@ def test_what_fails_is_named_and_explained(caplog: pytest.LogCaptureFixture) -> 
     placeholder: Any = SimpleNamespace(prepare=fire, release=fire)
     with pytest.raises(api.PlaceholderError, match="could not be prepared: OSError: disk on fire"):
         api.placeholders.prepare(placeholder)
+    for err, told in ((ValueError(), "ValueError"), (api.CudaCallError("cuInit failed"), "cuInit failed")):
+        with pytest.raises(api.PlaceholderError, match=f"CUDA device 0: {told}"):
+            api.placeholders.allocate(raiser(err), 0)
     api.placeholders.release(placeholder, None)
     assert "SimpleNamespace could not release its GPU: OSError: disk on fire" in caplog.text
 

@@ -532,6 +532,7 @@ TWO_HOSTS = "n1 2 all.q@n1 UNDEFINED\nn2 3 all.q@n2 UNDEFINED\n"
         ("n1", "NSLOTS=4 NHOSTS=2", {}, api.Slots(None, False)),
         ("n1", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS}, api.Slots(2, True)),
         ("n2", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS}, api.Slots(3, False)),
+        ("n2", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": "n1 2\nn2 3\n"}, api.Slots(3, False)),
         # The execution daemon knows the number whatever the host is called. The script runs in the job's own directory.
         ("m1", "NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS, "7.1/config": "host_slots=2\n"}, api.Slots(2, True)),
         # Tasks of qrsh -inherit: on the script's host, elsewhere, elsewhere with -V.

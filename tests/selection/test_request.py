@@ -186,6 +186,11 @@ def test_amounts_that_make_no_sense() -> None:
         api.parse_request(1, share="20GiB", min_memory="30GiB")
 
 
+def test_shares_in_percent() -> None:
+    for text, value in (("1%", "1%"), ("100%", "100%"), (" 25 % ", "25%"), ("025%", "25%")):
+        assert api.parse_request(1, share=text).value_of("share") == value
+
+
 def test_a_condition_that_there_is_not() -> None:
     with pytest.raises(TypeError, match="there is no argument 'mem'"):
         api.parse_request(1, mem=1)

@@ -207,6 +207,9 @@ def test_strings_and_members_are_the_same() -> None:
 def test_bad_input_names_itself() -> None:
     for bad, names in (
         ({"mode": "nodes"}, "'nodes'"),
+        ({"scope": "host"}, "affinity scope 'host'"),
+        ({"multithreading": "none"}, "multithreading mode 'none'"),
+        ({"balanced": 1}, "balanced must be True or False, not 1"),
         ({"max_physical_cores": 0}, "0"),
         ({"gpus": [0, 0]}, "twice"),
         ({"allowed": [500]}, "80 online CPUs"),

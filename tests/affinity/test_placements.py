@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -113,6 +114,23 @@ def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(four_gpus: Any) -
     assert "GPU node and memory policy do NOT match" in str(there)
     process = there.as_dict()["processes"][0]
     assert (process["policy"], process["policy_nodes"], process["memory_matches"]) == ("bind", "0", False)
+
+
+def test_the_policy_of_this_process_is_that_of_the_calling_thread(four_gpus: Any) -> None:
+    """The kernel tells that of the first thread."""
+
+    def child() -> Any:
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(api.set_policy, api.policy_for("bind", [0])).result()
+                return pool.submit(api.placement, driver=four_gpus, gpus=[0]).result().processes[0].policy
+        except OSError as err:
+            return err
+
+    policy = in_child(child)
+    if isinstance(policy, OSError):
+        pytest.skip(f"memory policies cannot be set here: {policy}")
+    assert policy == "bind"
 
 
 BOUND_CHILD = """

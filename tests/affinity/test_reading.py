@@ -211,7 +211,8 @@ def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.Mo
     """Jobs in different cpusets must divide the same cores, or their exclusive shares would overlap."""
     host = api.read_topology("/")
     mine = min(os.sched_getaffinity(0))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {mine})
+    masks = {0: {mine}}  # by process: 0 is this one
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: masks[pid])
     driver = FakeDriver([api.Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
     (gpu,) = api.read_topology("/", driver).gpus
     assert gpu.node_cpus == next(cpus for cpus in host.nodes.values() if mine in cpus)

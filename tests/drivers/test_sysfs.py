@@ -119,7 +119,7 @@ def test_partitions_share_a_bus_id(host: KfdHost, in_function: bool) -> None:
         host.bank(node, 24 * GIB)
     found = gpus()
     assert [(gpu.index, gpu.uuid) for gpu in found] == [(number, f"GPU-00000000000000a{number}") for number in range(8)]
-    assert {(gpu.pci_bus_id, gpu.memory_total) for gpu in found} == {("0000:05:00.0", 24 * GIB)}
+    assert {(gpu.pci_bus_id, gpu.memory_total, gpu.mode) for gpu in found} == {("0000:05:00.0", 24 * GIB, "8")}
     host.process(HIDDEN, vram_103=2 * GIB)
     used = host.pci / "0000:05:00.0/mem_info_vram_used"
     used.write_text(f"{2 * GIB + (300 << 20)}\n")
@@ -178,7 +178,8 @@ def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["gpu_id", "properties"])
 def test_a_malformed_node_keeps_its_number_and_cannot_be_claimed(three: KfdHost, name: str) -> None:
-    for content in ("", "\0\0", "simd_count", "simd_count -1\nlocation_id x\n", "é\ud800", "4" * 100):
+    too_large = f"simd_count 440\nlocation_id {1 << 32}\n"
+    for content in ("", "\0\0", "simd_count", "simd_count -1\nlocation_id x\n", too_large, "é\ud800", "4" * 100):
         (three.kfd / "topology/nodes/3" / name).write_bytes(content.encode("utf-8", "surrogatepass"))
         found = gpus()
         assert [gpu.index for gpu in found] == [0, 1, 2]

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -420,9 +421,28 @@ def test_filelock_is_missing_or_too_old(text: str, is_used: bool, tmp_path: Path
 def test_ages() -> None:
     for seconds, text, short in (
         (-5, "0 s", "0s"), (59.9, "59 s", "59s"), (60, "1 min", "1m"), (12_000, "3 h 20 min", "3h20m"),
-        (86_399, "23 h 59 min", "23h59m"), (187_200, "2 d 4 h", "2d4h"),
+        (86_399, "23 h 59 min", "23h59m"), (86_400, "1 d", "1d0h"), (187_200, "2 d 4 h", "2d4h"),
     ):  # fmt: skip
         assert (api.format_age(seconds), api.short_age(seconds)) == (text, short)
+
+
+def test_a_moment_tells_its_day_where_that_is_not_clear() -> None:
+    now = time.mktime((2026, 6, 10, 12, 0, 0, 0, 0, -1))  # a Wednesday
+    hour = 3600
+    for moment, text in (
+        (now + 18 * hour - 60, "05:59"),
+        (now + 18 * hour, "Thu 06:00"),
+        (now - 18 * hour, "Tue 18:00"),
+        (now + 6 * 24 * hour - 60, "Tue 11:59"),
+        (now + 6 * 24 * hour, "2026-06-16"),
+        (now - 6 * 24 * hour, "2026-06-04"),
+    ):
+        assert api.clock(moment, now) == text
+
+
+def test_a_line_may_be_as_wide_as_there_is_room() -> None:
+    for width, lines in ((9, ["free now", "if idle"]), (8, ["free now", "if idle"]), (7, ["free", "now if", "idle"])):
+        assert api.wrapped("free now if idle", width) == lines
 
 
 @given(st.sets(st.integers(0, 40)))

@@ -272,4 +272,14 @@ from safe_gpu.topology.host import GpuLocality, HostTopology, SysfsHost, read_to
 from safe_gpu.topology.kfd_topology import devices
 from safe_gpu.wording import elsewhere as words_elsewhere
 from safe_gpu.wording.style import as_option, on_command_line
-from safe_gpu.wording.text import Column, cut, display_width, format_age, format_bytes, gpu_ranges, short_age
+from safe_gpu.wording.text import (
+    Column,
+    clock,
+    cut,
+    display_width,
+    format_age,
+    format_bytes,
+    gpu_ranges,
+    short_age,
+    wrapped,
+)

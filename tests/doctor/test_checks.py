@@ -103,6 +103,7 @@ def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.Monk
 
 
 VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
+NUMBERS_ON_THE_HOST = "8,9,10,11,12,13,14,15"  # of GPUs that the driver numbers from 0, and shows no others
 FIRST_GPU = api.SimulatedDriver("dgx-a100", "/nowhere").idle.gpus[0].uuid
 
 
@@ -126,7 +127,9 @@ FIRST_GPU = api.SimulatedDriver("dgx-a100", "/nowhere").idle.gpus[0].uuid
         ("batch job", {}, "passed", "not in a batch job"),
         ("batch job", {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "passed", "rank 1 of 4"),
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPUs asked for"),
-        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, "warning", "0,1"),
+        ("batch job", {"SLURM_JOB_ID": "7", VISIBLE: "0,1"}, "passed", "in slurm job slurm:7"),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", VISIBLE: "0,1"}, "warning", "0,1"),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": NUMBERS_ON_THE_HOST, VISIBLE: "0"}, "passed", "slurm:7"),
     ],
 )
 def test_variables(check: str, variables: dict[str, str], status: str, words: str) -> None:
@@ -136,6 +139,12 @@ def test_variables(check: str, variables: dict[str, str], status: str, words: st
 def test_the_list_of_a_scheduler_is_not_ignored() -> None:
     for value, status in (("10000", "failed"), ("1,99", "warning")):
         expect(VISIBLE, status, fix="ask the scheduler", host=environment(**{VISIBLE: value, "SLURM_JOB_ID": "7"}))
+
+
+@pytest.mark.parametrize(("scope", "fix"), [("", ", or set SAFE_GPU_FENCE=ignore"), ("0123456789abcdef", "")])
+def test_inside_a_claim_its_gpus_are_the_limit(scope: str, fix: str) -> None:
+    hidden = environment(**{VISIBLE: "", "SAFE_GPU_SCOPE": scope})
+    assert finding(VISIBLE, hidden).fix == f"unset {VISIBLE}{fix}"
 
 
 def test_numbers_that_mean_other_gpus_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,6 +461,14 @@ def test_a_tree_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
     expect("GPU driver", "failed", fix="--device /dev/kfd")
+
+
+@pytest.mark.parametrize("vendor", ["amd", "intel"])
+def test_a_driver_that_is_chosen_and_not_there(vendor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (driver,) = api.VENDORS[vendor].drivers
+    monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
+    says("GPU driver", "failed", fix=api.VENDORS[vendor].install)
 
 
 def test_the_other_vendor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import re
+import selectors
 import signal
 import threading
 import time
@@ -144,6 +145,49 @@ def test_a_process_exits_when_its_last_thread_does(monkeypatch: pytest.MonkeyPat
             assert (api.procfs.is_exiting(os.getpid()), api.procfs.has_ended(os.getpid())) == (exits, False)
     stop.set()
     other.join()
+
+
+@pytest.mark.parametrize(
+    ("offset", "seconds"),
+    [
+        (b"monotonic 0 0\nboottime 7 500000000\n", 7.5),
+        (b"boottime -5 0\n", -5),
+        (b"boottime 7 x\n", 0),
+        (b"boottime x 0\n", 0),
+        (b"boottime 7\n", 0),
+        (None, 0),
+    ],
+)
+def test_a_start_in_another_time_namespace(offset: bytes | None, seconds: float, monkeypatch: Any) -> None:
+    """A line that makes no sense counts as none."""
+    offsets = {"/proc/self/timens_offsets": offset}
+    monkeypatch.setattr(api.procfs, "read_start", lambda path, limit: offsets.get(path))
+    recorded = 100_000
+    shown = recorded + int(seconds * os.sysconf("SC_CLK_TCK"))
+    assert api.procfs.is_start(recorded, 7, shown)
+    assert not api.procfs.is_start(recorded, 7, shown + 10)
+
+
+@pytest.mark.parametrize(("told", "unknown"), [(b"65533\n", 65533), (None, 65534)])
+def test_who_stands_for_all_whom_a_user_namespace_does_not_know(told: bytes | None, unknown: int, monkeypatch) -> None:
+    files = {"/proc/self/uid_map": b"0 1000 1\n", "/proc/sys/kernel/overflowuid": told}
+    monkeypatch.setattr(api.procfs, "read_start", lambda path, limit: files.get(path))
+    is_unknown = api.procfs.is_unknown_user.__wrapped__  # without its cache
+    assert [uid for uid in (0, 1000, 65533, 65534) if is_unknown(uid)] == [unknown]
+
+
+def test_a_program_is_not_waited_for_beyond_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    select, waited = selectors.DefaultSelector.select, []
+
+    def noted(selector: selectors.DefaultSelector, timeout: float) -> Any:
+        waited.append(timeout)
+        return select(selector, timeout)
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", noted)
+    with pytest.raises(api.programs.TooLate):
+        api.programs.output_of(["/bin/sleep", "60"], env={}, timeout=0.02, most=9)
+    assert waited
+    assert max(waited) <= 0.02
 
 
 UNIFIED = "/sys/fs/cgroup"

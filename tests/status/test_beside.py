@@ -38,6 +38,7 @@ def start(code, **options):
 """
 
 ORPHAN = "if os.fork(): os._exit(0)"  # which runs on in a child, whose parent is gone
+CHILD_OF_ORPHAN = rf"{ORPHAN}\nif os.fork(): os.wait(), os._exit(0)"
 
 
 class Driver:
@@ -438,10 +439,11 @@ def test_beside_more_claims_than_are_looked_at(driver: Driver, sleeper: Any, dgx
 @pytest.mark.parametrize("session", [True, False])
 def test_who_may_descend_from_whom(child: Any, eventually: Any, session: bool) -> None:
     """The children, also those whose parents have ended, in one session; nobody who was there before."""
-    parent = child(PRELUDE + f"say(start('{ORPHAN}'), start(''))\nlisten()", start_new_session=session)
-    orphan, worker = (int(word) for word in parent.hear().split())
-    eventually(lambda: parent.pid not in api.procfs.ancestors(orphan))
-    for one in (orphan, worker, parent.pid):
+    code = f"say(start('{ORPHAN}'), start('{CHILD_OF_ORPHAN}'), start(''))\nlisten()"
+    parent = child(PRELUDE + code, start_new_session=session)
+    orphan, grandchild, worker = (int(word) for word in parent.hear().split())
+    eventually(lambda: parent.pid not in {*api.procfs.ancestors(orphan), *api.procfs.ancestors(grandchild)})
+    for one in (orphan, grandchild, worker, parent.pid):
         assert api.procfs.may_descend_from(one, parent.pid)
     assert not api.procfs.may_descend_from(ME, parent.pid)
     assert not api.procfs.may_descend_from(parent.pid, worker)

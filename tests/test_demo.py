@@ -123,6 +123,13 @@ def test_a_host_without_gpus_says_so(fake_gpus: Any, tmp_path: Path, has_driver:
     assert "A race on a simulated host" in done.stdout
 
 
+def test_a_driver_that_is_chosen_and_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
+    with pytest.raises(api.NoDriverError):
+        demo.run(4, 1, io.StringIO())
+
+
 # However it ends
 
 

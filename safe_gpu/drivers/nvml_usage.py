@@ -40,8 +40,6 @@ def with_usage(gpu: Gpu, device: NvmlDevice) -> Gpu:
     # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
     gpu = _with_memory(gpu, device)._replace(memory_shared=False, lost=False)
     gpu = _processes(device, [ProcessKind.COMPUTE]).put_on(gpu)
-    if gpu.memory_used is not None and gpu.memory_used <= _IDLE_MEMORY:
-        return gpu
     if gpu.memory_used is None or gpu.memory_used - (gpu.listed_memory or 0) > _IDLE_MEMORY:
         gpu = _processes(device, list(_LISTS)).put_on(gpu)
     if gpu.unexplained_memory > _IDLE_MEMORY:

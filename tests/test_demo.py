@@ -54,6 +54,7 @@ def test_claims_exclude_each_other(watch_a_demo: Any, preset: str, racers: int) 
     code, text = watch_a_demo(preset)
     assert (code, text.startswith(f"A race on a simulated host, {preset}: ")) == (0, True)
     assert f" of {racers} got GPUs" in text
+    assert ": 1 process each\n" in text.partition("With safe_gpu, ")[2]
     whole = " ".join(text.split())
     verdict = re.search(
         r"Verdict: no GPU was given out twice \(\d+ claims\)\. Without safe_gpu: (\d+) collisions in (\d+) picks", whole

@@ -220,6 +220,7 @@ HOSTILE = {
     "yes '[' | head -c 60000 > F": "nonsense",
     "echo nonsense > F": "nonsense",
     'echo \'{"claims": [{"claim": [7, 1e9], "gpus": {}, "told": 0, "looks": []}]}\' > F': "no object",
+    'echo \'{"claims": [{"claim": [2147483648, 1e9], "gpus": [], "told": 0, "looks": {}}]}\' > F': "out of bounds",
     "echo '{\"claims\": 7}' > F": "nonsense",
     "touch F": "nonsense",
     "mkfifo F": "not a regular file",

@@ -468,7 +468,7 @@ def test_a_driver_that_is_chosen_and_not_there(vendor: str, monkeypatch: pytest.
     (driver,) = api.VENDORS[vendor].drivers
     monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
-    says("GPU driver", "failed", fix=api.VENDORS[vendor].install)
+    expect("GPU driver", "failed", fix=api.VENDORS[vendor].install)
 
 
 def test_the_other_vendor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ SHARED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "claimed", "memory_total"
     ("given", "cells", "broken"),
     [
         (answer("free", "display", "busy"), ["2 of 3", "NVIDIA L4", "", "", ""], ()),
-        (answer(gpus=[DIVIDED, PART]), ["1 of 1", "x", "", "", ""], ()),
+        (answer(gpus=[DIVIDED, PART]), ["1 of 1", "x MIG instance", "", "", ""], ()),
         (answer(gpus=[SHARED, {**SHARED, "name": "y"}]), ["0 of 2", "1 x x, 1 x y", "", "", "? 1, ben 0.5"], ()),
     ],
 )

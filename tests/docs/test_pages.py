@@ -166,6 +166,12 @@ def section(page: str, title: str) -> str:
     return re.split(r"^## ", PAGES[page].read_text().partition(f"\n## {title}\n")[2], flags=re.MULTILINE)[0]
 
 
+def test_the_reference_has_a_row_for_every_command() -> None:
+    first_cells = " ".join(re.findall(r"^\|([^|]*)\|", section(REFERENCE, "Command line"), re.MULTILINE))
+    missing = [name for name in api.COMMANDS if not re.search(rf"`(safe-gpu )?{name}\b", first_cells)]
+    assert missing == [], f"add a row to the section 'Command line' of {REFERENCE}"
+
+
 def test_the_reference_has_every_argument_error_and_variable() -> None:
     arguments = set(inspect.signature(safe_gpu.claim_gpus).parameters)
     assert arguments - named_in_rows(section(REFERENCE, "Python")) == set()

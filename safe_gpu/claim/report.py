@@ -627,8 +627,9 @@ class WaitReporter:
         view = self._view
         if seen.limit is not None or (seen.ahead is not None and not position):
             return _status(view, seen, position)
+        # An attempt asks for doors only until too few GPUs are left, so the number that are free needs another look.
         claimed: dict[str, Holder] = dict.fromkeys(seen.elsewhere, Holder(elsewhere=True))
-        claimed.update(view.others.claims.holders(view.others.inside))
+        claimed.update(holders_now(view.snapshot, view.others.inside))
         for gpu in view.usable:
             if gpu.uuid in seen.full:
                 claimed[gpu.uuid] = holder_of_full(gpu)

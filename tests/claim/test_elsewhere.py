@@ -56,6 +56,20 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
     assert not any(simulated_doors().are_taken(uuid, ()) for uuid in UUIDS[3:]), "the refused hold none"
 
 
+def test_the_first_report_of_a_wait_counts_all_that_are_held_elsewhere(host: Path, child: Any) -> None:
+    """An attempt asks for doors only until too few GPUs are left."""
+    child(CLAIM + "say(claim(3)); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
+
+    class FirstReportError(Exception):
+        pass
+
+    def end(status: Any) -> None:
+        raise FirstReportError(status.free)
+
+    with pytest.raises(FirstReportError, match="5"):
+        api.wait_for_gpus(8, timeout=60, on_wait=end)
+
+
 def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies closes its descriptors one by one, and those of doors may be the last."""
     take, tries = api.Doors.take_whole, []

@@ -43,6 +43,11 @@ class _Elsewhere(NamedTuple):
 
 
 _OPTIONS = (
+    _Elsewhere(
+        "fix repair",
+        "--json",
+        "safe-gpu doctor prints each fix and changes nothing; safe-gpu setup, as root, prepares a host",
+    ),
     _Elsewhere("because comment message note", "--reason", "did you mean --reason?"),
     _Elsewhere("duration for hold_for time", "--until", "did you mean --until +{value}?"),
     _Elsewhere("begin start starttime", "--from", "did you mean --from?"),

@@ -321,6 +321,20 @@ def _cliques(peers: tuple[tuple[str, frozenset[str]], ...]) -> list[frozenset[st
     return sorted(cliques, key=sorted)
 
 
+def _percent_meant(value: Any) -> str | None:
+    """Return a part of 1, such as 0.5 or "0.5", in percent; None for anything else, also for whole numbers."""
+    is_whole = as_index(value) is not None or (isinstance(value, str) and "." not in value)
+    if is_whole or isinstance(value, bool):
+        return None
+    try:
+        part = float(value)
+    except (TypeError, ValueError):
+        return None
+    if not 0 < part <= 1:
+        return None
+    return f"{max(1, round(100 * part))}%"
+
+
 class Share(Condition):
     """Not all of each GPU, but this much memory: whole MiB in bytes, or percent as text until the host is known."""
 
@@ -336,6 +350,10 @@ class Share(Condition):
             if not number.isdecimal() or not 0 < int(number[:4]) <= 100:
                 raise refused("share", value, f"give percent from 1 to 100, such as {style.value('25%')}")
             return f"{int(number)}%"
+        percent = _percent_meant(value)
+        if percent is not None:
+            wanted = style.written("share", percent)
+            raise refused("share", value, f"for that part of each GPU's memory, write {wanted}")
         size = -(-parse_size(value, "share") // MIB) * MIB
         if size < LEAST_SHARE:
             raise refused("share", value, f"{format_bytes(LEAST_SHARE)} is the least, CUDA's context included")

@@ -107,7 +107,13 @@ _DATES = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "
 
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
-_TIME_OF_DAY = rf"(?:({'|'.join(_WEEKDAYS)})[a-z]* )?([01]?[0-9]|2[0-3]):([0-5][0-9])"
+_DAYS_FROM_TODAY = {"yesterday": -1, "today": 0, "tomorrow": 1}
+
+_HOUR_AND_MINUTE = "([01]?[0-9]|2[0-3]):([0-5][0-9])"
+
+_TIME_OF_DAY = rf"(?:({'|'.join(_WEEKDAYS)})[a-z]* )?{_HOUR_AND_MINUTE}"
+
+_NAMED_DAY = rf"({'|'.join(_DAYS_FROM_TODAY)})(?: {_HOUR_AND_MINUTE})?"
 
 
 def parse_moment(text: str, after: float | None = None) -> float:
@@ -115,7 +121,7 @@ def parse_moment(text: str, after: float | None = None) -> float:
 
     Args:
         after: ``18:00`` and ``Thu 9:00`` are the first such time after this one, and ``+2h`` is two hours after it;
-            None: the last such time until now, and two hours from now.
+            None: the last such time until now, and two hours from now. ``tomorrow 9:00`` counts from today.
 
     Raises:
         ValueError: it is not a time.
@@ -124,12 +130,10 @@ def parse_moment(text: str, after: float | None = None) -> float:
     now = time.time()
     if word == "now":
         return now
-    if word == "today":
-        return _midnight(now, days_ago=0)
-    if word == "yesterday":
-        return _midnight(now, days_ago=1)
-    if word == "tomorrow":
-        return _midnight(now, days_ago=-1)
+    named_day = re.fullmatch(_NAMED_DAY, " ".join(word.split()))
+    if named_day:
+        day, hour, minute = named_day.groups(default="0")
+        return _on_day(now, _DAYS_FROM_TODAY[day], int(hour), int(minute))
     time_of_day = re.fullmatch(_TIME_OF_DAY, " ".join(word.split()))
     if time_of_day:
         weekday, hour, minute = time_of_day.groups()
@@ -145,8 +149,8 @@ def parse_moment(text: str, after: float | None = None) -> float:
             continue
     distance = _distance(word.removeprefix("+"))
     if distance is None:
-        forms = "2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, tomorrow, 7d for seven days ago"
-        raise ValueError(f"{text!r} is not a time: write {forms}, or +2h for two hours from now")
+        forms = "2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, 'tomorrow 9:00'"
+        raise ValueError(f"{text!r} is not a time: write {forms}, 7d for seven days ago, or +2h for two hours from now")
     if not word.startswith("+"):
         return max(0.0, now - distance)
     if after is None:
@@ -154,9 +158,9 @@ def parse_moment(text: str, after: float | None = None) -> float:
     return after + distance
 
 
-def _midnight(now: float, *, days_ago: int) -> float:
+def _on_day(now: float, days_from_today: int, hour: int, minute: int) -> float:
     today = time.localtime(now)
-    return time.mktime((today.tm_year, today.tm_mon, today.tm_mday - days_ago, 0, 0, 0, 0, 0, -1))
+    return time.mktime((today.tm_year, today.tm_mon, today.tm_mday + days_from_today, hour, minute, 0, 0, 0, -1))
 
 
 def _times_of_day_around(base: float, weekday: str | None, hour: int, minute: int) -> list[float]:

@@ -29,6 +29,7 @@ max_utilization=200  # such as (10)
 near='x'  # choose ('numa') or ('nvlink')
 share='x'  # or a size such as ('20GiB')
 share=5  # write ('5GiB') or ('5%')
+share=0.5  # write share=('50%')
 share='200%'  # such as ('25%')
 share='0.5GiB'  # (1 GiB) is the least
 prefer=5  # such as ('H100,A100')

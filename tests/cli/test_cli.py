@@ -253,6 +253,7 @@ def test_times_that_were_and_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> N
     days = ("yesterday", "2026-11-01", "2026-11-01 13:45", "sat 9:00", "Saturday  13:00", "7d")
     assert moments(*days) == ["11-20 00:00", "11-01 00:00", "11-01 13:45", "11-21 09:00", "11-14 13:00", "11-14 12:30"]
     assert moments("today", "tomorrow") == ["11-21 00:00", "11-22 00:00"]
+    assert moments("yesterday 18:00", "today 9:00", "Tomorrow  09:30") == ["11-20 18:00", "11-21 09:00", "11-22 09:30"]
     assert moments("12:30", "12:31", "+2h") == ["11-21 12:30", "11-20 12:31", "11-21 14:30"]
     assert api.parse_moment("99999999d") == 0.0
     assert moments("12:30", "12:31", "+90m", after=NOW) == ["11-22 12:30", "11-21 12:31", "11-21 14:00"]

@@ -87,6 +87,8 @@ safe-gpu run --gpus 0 -- true  # [2] or job; for GPU 0, write --only 0 (see safe
 safe-gpu run --gpus 0,1 -- true  # [2] -n 0,1 is not a number of GPUs: a whole number from 1 up, a range
 safe-gpu run -n job -- true  # [78] -n job takes the number that the batch job asked for, and this process is in no
 safe-gpu run -n 9 -- true  # [78] 9 GPUs are asked for, but this host has only 8 NVIDIA GPUs: ask for fewer
+safe-gpu doctor --fix  # [2] there is no option --fix: safe-gpu doctor prints each fix and changes nothing; safe-gpu
+safe-gpu run --share 0.5 -- true  # [2] --share 0.5 is not valid: for that part of each GPU's memory, write --share 50%
 safe-gpu run --share 25MiB -- true  # [2] --share 25MiB is not valid: 1 GiB is the least, CUDA's context included
 safe-gpu run --min-memory 90GiB -- true  # [78] none fits (GPU 0-7: 80 GiB in all, 90 GiB asked for)
 safe-gpu run --only 8 -- true  # [78] --only 8: there is no NVIDIA GPU 8 here (GPU 0-7)

@@ -472,3 +472,11 @@ def test_wide_letters_take_two_columns_and_characters_without_width_are_cut_too(
     assert (api.display_width("日本a"), api.display_width("e\u0301")) == (5, 1)
     assert len(api.cut("a" + "\u0301" * 28_000, 8)) <= 24
     assert [api.cut("abc", width) for width in (0, 1, 2, 3)] == ["", ".", "..", "abc"]
+
+
+def test_a_gpu_is_printed_as_the_expression_that_makes_it_without_defaults() -> None:
+    assert repr(api.Gpu(3, "GPU-a", "NVIDIA A100")) == "Gpu(index=3, uuid='GPU-a', name='NVIDIA A100')"
+    process = api.GpuProcess(7, memory_used=1 << 30)
+    for gpu in api.find_preset("mig-h100").gpus:
+        gpu = gpu._replace(processes=(process,), memory_beside=None)
+        assert eval(repr(gpu), {"Gpu": api.Gpu, "GpuProcess": api.GpuProcess}) == gpu

@@ -172,6 +172,14 @@ class Gpu(NamedTuple):
     processes_private: bool = False
     illness: str = ""
 
+    def __repr__(self) -> str:
+        """Return the expression that makes it, without the fields that have their defaults."""
+        fields = []
+        for name, value in self._asdict().items():
+            if name not in self._field_defaults or value != self._field_defaults[name]:
+                fields.append(f"{name}={value!r}")
+        return f"Gpu({', '.join(fields)})"
+
     @property
     def is_mig_instance(self) -> bool:
         """Whether this is a MIG instance rather than a whole GPU."""

@@ -71,7 +71,7 @@ FOLLOWED_BY: dict[str, Mapping[str, str | tuple[str, ...]]] = {
         "_frozen": (f"{IN_PYTHON}the_claim_comes_first",),
     },
     "claim/enclosing.py": {
-        "check_possible_inside": (f"{IN_PYTHON}inside_a_claim", f"{TYPED}no_way_leads_out_of_the_claim_around"),
+        "check_possible_inside": (f"{IN_PYTHON}inside_a_claim", f"{TYPED}no_way_leads_out_of_the_enclosing_claim"),
         "refuse_inside_share": "the way out is to make no claim",
         "refuse_gpus_of_ancestors": (f"{IN_PYTHON}inside_a_claim",),
     },

@@ -148,7 +148,7 @@ def test_max_wait_ends_a_wait(rules: Any, dgx: Any, command: Any) -> None:
     assert (done.returncode, said in done.stderr) == (75, True)
 
 
-def test_nothing_is_taken_in_a_foreseen_claim_beyond_the_limit(rules: Any, claim_as: Any) -> None:
+def test_wait_for_gpus_takes_nothing_and_keeps_to_the_limit(rules: Any, claim_as: Any) -> None:
     rules(NAMED + "max_gpus = 1")
     assert len(api.wait_for_gpus(1, timeout=0)) == 1
     claim_as(0, gets=True)

@@ -85,7 +85,7 @@ def outcome_as(as_user: Any, uid: int, work: Callable[[], object]) -> str:
     return str(as_user(say_outcome, uid=uid).hear())
 
 
-def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, run_here: Any, as_user: Any) -> None:
+def test_before_a_drain_begins_only_claims_that_end_in_time_enter(etc: Path, run_here: Any, as_user: Any) -> None:
     claim()  # makes the state directory
     said = run_here("drain", "0-6", "--from", "+2h", "--until", "+1h", "--reason", "new\nfans").stderr
     assert re.fullmatch("safe-gpu: GPU 0-6: reserved by root from .*: new fans\n", said)
@@ -99,7 +99,7 @@ def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, run_here
     assert claim(hold_for="3h") == [0]  # root's
 
 
-def test_during_it_those_enter_for_whom_it_is(etc: Path, run_here: Any, as_user: Any, dgx: Any) -> None:
+def test_during_a_reservation_only_its_users_can_claim(etc: Path, run_here: Any, as_user: Any, dgx: Any) -> None:
     claim()
     run_here("drain", "--until", "+1h", "--for-group", str(ANNA), "--reason", "course")
     assert outcome_as(as_user, ANNA, lambda: claim(hold_for="5h")) == "[0]"
@@ -372,7 +372,7 @@ def path(rules: Any) -> Path:
     return rules(TEXT)
 
 
-def test_it_shows_each_value_and_its_section(path: Path, run_here: Any) -> None:
+def test_policy_shows_each_value_and_its_section(path: Path, run_here: Any) -> None:
     with made():
         done = run_here("policy")
     assert done.stdout.splitlines() == [
@@ -395,7 +395,7 @@ def test_it_shows_each_value_and_its_section(path: Path, run_here: Any) -> None:
     }  # fmt: skip
 
 
-def test_without_limits(path: Path, run_here: Any) -> None:
+def test_policy_says_why_nothing_is_limited(path: Path, run_here: Any) -> None:
     path.write_text("[default]\nmax_gpus = 1")
     assert run_here("policy").stdout.startswith("root is exempt: ")
     path.chmod(0o666)
@@ -405,7 +405,7 @@ def test_without_limits(path: Path, run_here: Any) -> None:
     assert run_here("policy").stdout == f"there is no {path}: nothing is limited\n"
 
 
-def test_of_another_user(path: Path, run_here: Any) -> None:
+def test_policy_of_another_user(path: Path, run_here: Any) -> None:
     path.write_text("[default]\nmax_gpus = 4\n[user daemon]\nmax_gpus = 1")
     lines = run_here("policy", "--user", "1").stdout.splitlines()
     assert (lines[0], lines[-1]) == (f"{path}, for daemon", "daemon holds 0 of 1 GPU.")
@@ -413,7 +413,7 @@ def test_of_another_user(path: Path, run_here: Any) -> None:
     assert "there is no such user here" in run_here("policy", "--user", "nobody-of-that-name").stderr
 
 
-def test_of_all_users(path: Path, run_here: Any) -> None:
+def test_policy_of_all_users(path: Path, run_here: Any) -> None:
     path.write_text("[user root]\nmax_gpus = 2\n[user daemon]\nmax_gpus = 3\n[group students-of-nobody]\nmax_gpus = 1")
     with made(2):
         path.write_text(path.read_text().replace("max_gpus = 2", "max_gpus = 1"))  # lowered meanwhile
@@ -426,7 +426,7 @@ def test_of_all_users(path: Path, run_here: Any) -> None:
     assert users[1] == {"user": "root", "held": 2, "max_gpus": 1}
 
 
-def test_a_file_before_it_is_the_host_s(path: Path, run_here: Any, tmp_path: Path) -> None:
+def test_a_draft_of_a_policy_is_checked(path: Path, run_here: Any, tmp_path: Path) -> None:
     draft = tmp_path / "draft.ini"
     draft.write_text("[user nobody-of-that-name]\nmax_gpus = 1")
     draft.chmod(0o644)

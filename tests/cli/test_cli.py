@@ -222,11 +222,13 @@ def test_a_line_is_one_write(words: str, unbuffered: str, command: Any, dgx: Any
     assert_whole(read())
 
 
-def test_every_command_is_among_them() -> None:
+def test_every_command_has_a_line_of_these() -> None:
     assert {line.split()[0] for line in PRINTING} >= api.COMMANDS.keys() - {"bind", "resume"}
 
 
-def test_the_lines_of_waiters_too(command: Any, dgx: Any, packets: Any, eventually: Callable[..., None]) -> None:
+def test_each_line_of_a_waiter_is_one_write(
+    command: Any, dgx: Any, packets: Any, eventually: Callable[..., None]
+) -> None:
     dgx.hold(*range(8))
     writing, read = packets
     streams = {"stdout": writing, "stderr": writing, "env": {"PYTHONUNBUFFERED": "1"}}
@@ -274,7 +276,7 @@ def test_a_time_of_day_is_one_where_the_clocks_change(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "text", ["soon", "24:00", "9:60", "Foo 9:00", "+", "+2", "7", "", "2026-13-01", "inf", "-5h", "2026-11-01 25:00"]
 )
-def test_what_is_no_time_is_told_what_is(text: str) -> None:
+def test_a_text_that_is_no_time_is_answered_with_one_that_is(text: str) -> None:
     with pytest.raises(ValueError, match="write 2026-11-01"):
         api.parse_moment(text)
 

@@ -439,7 +439,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     ("line", "seen", "held"),
     [("nohup screen -dmS t", "0", []), ("tmux new -d", "0", [0]), ("tmux new -d; tmux neww -d", "none", [])],
 )
-def test_sessions(
+def test_claims_in_terminal_multiplexers(
     command, dgx, job: Job, tmp_path: Path, eventually: Callable[..., None], line: str, seen: str, held: list[int]
 ) -> None:
     *before, session = line.split("; ")

@@ -143,7 +143,7 @@ def test_a_command_that_cannot_be_run(command, dgx, tmp_path: Path, verb: str, n
     assert dgx.claimed() == []
 
 
-def test_it_is_looked_for_before_anybody_queues(command, dgx) -> None:
+def test_the_command_is_looked_for_before_its_claim_joins_the_queue(command, dgx) -> None:
     dgx.hold(*range(8))
     dgx.state_dir.joinpath("queue").rmdir()
     assert command.run("run", "--timeout", "inf", "--", "no-such-command").returncode == 127
@@ -185,7 +185,7 @@ def waiting(command, dgx, *arguments: object, verb: str = "run"):
     return started, started.stderr.readline()
 
 
-def test_it_says_once_for_whom_it_waits(command, dgx, eventually) -> None:
+def test_a_waiter_says_once_for_whom_it_waits(command, dgx, eventually) -> None:
     holder = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     assert holder.stdout.readline() == "up\n"
     first, line = waiting(command, dgx, "-n", 2)

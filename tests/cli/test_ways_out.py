@@ -59,7 +59,7 @@ def test_a_variable_that_hides_all_gpus_inside_a_claim(command: Any) -> None:
     assert typed(command, inside.format("unset CUDA_VISIBLE_DEVICES; ")).returncode == 0
 
 
-def test_no_way_leads_out_of_the_claim_around(command: Any) -> None:
+def test_no_way_leads_out_of_the_enclosing_claim(command: Any) -> None:
     """SAFE_GPU_FENCE=ignore gives no GPU of others to a claim inside a claim, so nothing advises it there."""
     with safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), delegate=True):
         inside = command.start("run", "-q", "-n", 2, "--", "sh", "-c", "echo ready; exec sleep 60")

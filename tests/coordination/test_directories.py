@@ -49,7 +49,7 @@ def make_all(path: Path) -> None:
 @long
 @needs_root
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
-def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -> None:
+def test_a_directory_whose_maker_is_killed_at_any_step_is_open_to_others(open_tmp: Path, as_user: Any) -> None:
     paths = [open_tmp / "0"]
 
     def make() -> None:

@@ -61,7 +61,7 @@ def place(directory: api.Directory, name: str, content: bytes = b"", mode: int =
 # What an entry says
 
 
-def test_an_entry_says_what_was_said(claims: api.Directory) -> None:
+def test_an_entry_is_read_as_it_was_written(claims: api.Directory) -> None:
     """One of a later version counts by the keys that are known."""
     said = {
         "gpus": {"GPU-a": 20 << 30, "GPU-b": None}, "parts": {"GPU-a": 3}, "display": True, "token": "t", "inside": "i",
@@ -88,7 +88,7 @@ def test_an_entry_says_what_was_said(claims: api.Directory) -> None:
         b"[" * 9999, b"\xff", b'{"v": 1}', b'{"v": 1, "gpus": ["a"]}', b'{"gpus": {"a": 1}, "nb_gpus": 1}',
     ],
 )  # fmt: skip
-def test_nonsense_counts_for_nothing_and_is_told(claims: api.Directory, content: bytes) -> None:
+def test_nonsense_is_ignored_and_reported(claims: api.Directory, content: bytes) -> None:
     path = place(claims, "1.00000000000000aa", content)
     entries = api.Entries(claims)
     with path.open("r+b") as file:
@@ -100,7 +100,7 @@ def test_nonsense_counts_for_nothing_and_is_told(claims: api.Directory, content:
 # Who lives
 
 
-def test_what_has_ended_is_dead_for_ever(claims: api.Directory, locks: str) -> None:
+def test_an_entry_that_is_dead_stays_dead(claims: api.Directory, locks: str) -> None:
     """Whatever lock a neighbour, or its own user, takes on it now."""
     name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
     entries = api.Entries(claims)
@@ -188,7 +188,7 @@ def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: api.Dire
 
 
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
-def test_death_at_any_system_call_leaves_nothing_that_counts(claims: api.Directory, monkeypatch) -> None:
+def test_death_at_any_system_call_leaves_no_living_entry(claims: api.Directory, monkeypatch) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
     monkeypatch.setattr(api.entries, "UNFINISHED_FOR", -1.0)
 
@@ -262,7 +262,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_is_no_entry_counts_for_nothing(claims: api.Directory, kind: str) -> None:
+def test_what_is_no_entry_is_ignored(claims: api.Directory, kind: str) -> None:
     path = place(claims, "1.00000000000000aa", json.dumps({"v": 1, **CLAIM}).encode())
     with path.open("r+b") as file:
         api.entry.lock(file.fileno())
@@ -273,7 +273,7 @@ def test_what_is_no_entry_counts_for_nothing(claims: api.Directory, kind: str) -
         assert look(claims) == []
 
 
-def test_nobody_speaks_for_another_user(claims: api.Directory, as_user: Any) -> None:
+def test_only_the_owner_of_an_entry_can_change_it(claims: api.Directory, as_user: Any) -> None:
     """A neighbour can neither write nor lock nor remove an entry, nor let a dead one live."""
     name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
     _, dead = api.make_entry(claims, 2, CLAIM, by_children=True)
@@ -448,7 +448,7 @@ def test_of_a_dead_file_with_many_names_one_is_opened(claims: api.Directory, mon
     assert (entries.look(), len(opened), entries.next_number) == ([], 1, 100)
 
 
-def test_what_is_closed_to_us_counts_for_nothing(claims: api.Directory, monkeypatch) -> None:
+def test_what_this_user_cannot_open_is_ignored(claims: api.Directory, monkeypatch) -> None:
     """A file of mode 0600, or root's chmod go-rwx of a claim, whose doors keep its GPUs."""
     name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
     entries = api.Entries(claims)
@@ -484,7 +484,7 @@ def test_an_entry_that_is_too_large_is_neither_made_nor_counted(claims: api.Dire
     held.release()
 
 
-def test_an_entry_of_too_many_values_counts_for_nothing(claims: api.Directory) -> None:
+def test_an_entry_of_too_many_values_is_ignored(claims: api.Directory) -> None:
     """Each takes a hundred times its bytes of memory. An entry with all that there is of 256 pieces has fewer."""
     many = [[{}] * 2048, [[]] * 1100, [1.5] * 2048, {str(key): 0 for key in range(2048)}]
     made = [api.make_entry(claims, number, {**CLAIM, "x": x}, by_children=True)[1] for number, x in enumerate(many)]
@@ -512,7 +512,7 @@ def numbers(entries: api.Entries) -> list[int]:
 
 @needs_root
 @pytest.mark.parametrize(("bound", "value"), [("MOST_BYTES", 95), ("MOST_FILES", 2)])
-def test_what_a_user_has_beyond_a_bound_counts_for_nothing_and_refuses_nobody_else(
+def test_what_a_user_has_beyond_a_bound_is_ignored_and_refuses_nobody_else(
     claims: api.Directory, bound: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [make_of(claims, 0 if number == 1 else USER, number) for number in range(1, 7)]
@@ -664,7 +664,7 @@ def test_of_many_names_of_a_file_one_is_opened_and_another_if_that_goes(
 
 @pytest.mark.parametrize("call", ["open", "write", "fchmod"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO])
-def test_what_cannot_be_made_leaves_nothing(claims: api.Directory, monkeypatch, call: str, code: int) -> None:
+def test_an_entry_that_cannot_be_made_leaves_no_file(claims: api.Directory, monkeypatch, call: str, code: int) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(api.entry.os, call, Mock(side_effect=OSError(code, os.strerror(code))))
         with pytest.raises(api.StateDirError, match=r"SAFE_GPU_DIR|ulimit") as raised:
@@ -686,7 +686,7 @@ def test_no_claim_is_left_out_where_it_cannot_be_read(claims: api.Directory, mon
     held.release()
 
 
-def test_who_makes_one_begins_again_where_it_was_removed(
+def test_an_entry_that_is_removed_while_it_is_made_is_made_anew(
     claims: api.Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed, real = [], os.rename
@@ -724,7 +724,7 @@ def test_threads_make_entries_side_by_side(claims: api.Directory) -> None:
     assert look(claims) == []
 
 
-def test_their_owner_or_root_removes_dead_entries(claims: api.Directory, as_user: Any) -> None:
+def test_dead_entries_are_removed_by_their_owner_or_root(claims: api.Directory, as_user: Any) -> None:
     name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
     held.release()
     state = os.path.dirname(claims.path)

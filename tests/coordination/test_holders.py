@@ -247,7 +247,7 @@ def test_shares_have_a_part_each(gpu: str, make: Callable[..., api.Doors]) -> No
     assert is_free(gpu, [part for part in range(api.MOST_PARTS) if part != 3], share=True)
 
 
-def test_inside_another_claim(gpu: str, doors: api.Doors, make: Callable[..., api.Doors]) -> None:
+def test_doors_inside_another_claim(gpu: str, doors: api.Doors, make: Callable[..., api.Doors]) -> None:
     assert doors.take_whole(gpu, (), TOKEN)
     inner, second, late = make(), make(), make()
     assert inner.take_inside(gpu, {0}, TOKEN)
@@ -303,14 +303,14 @@ def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: api.D
     assert api.Doors().is_inside(gpu, TOKEN)
 
 
-def test_they_belong_to_the_network_namespace(gpu: str, doors: api.Doors) -> None:
+def test_doors_belong_to_the_network_namespace(gpu: str, doors: api.Doors) -> None:
     assert doors.take_whole(gpu, ())
     with own_network():
         assert is_free(gpu)
 
 
 @pytest.mark.parametrize("room", [1, 5])
-def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: api.Doors, room: int) -> None:
+def test_descriptors_of_doors_stay_in_order_below_a_low_limit(gpu: str, doors: api.Doors, room: int) -> None:
     """The limit is so low that they are moved to numbers next to their own, or not at all."""
     assert doors.take_whole(gpu, (), TOKEN)
     last = doors._held[-1].fd
@@ -327,7 +327,7 @@ def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: 
     assert all(map(os.get_inheritable, numbers))
 
 
-def test_forked_children_close_them(gpu: str, doors: api.Doors, eventually: Any) -> None:
+def test_forked_children_close_the_doors(gpu: str, doors: api.Doors, eventually: Any) -> None:
     assert doors.take_whole(gpu, ())
     child = Actor(lambda line: (line.send("up"), line.recv()))
     assert child.hear() == "up"

@@ -80,7 +80,7 @@ def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypa
     assert str(holder.pid) not in str(caught.value)
 
 
-def test_a_forked_child_does_not_keep_it(state_dir: Path, child: Any) -> None:
+def test_a_forked_child_does_not_keep_host_lock(state_dir: Path, child: Any) -> None:
     """The parent is killed inside; its child lives on, and must not hold the host for everybody."""
     forks = HOLD.replace('say("held")', "os.fork() or (say(os.getpid()), signal.pause())")
     parent = child(f"import os, signal\n{forks}")
@@ -238,7 +238,7 @@ def test_absent_or_never_means_nothing_to_do_and_always_makes_it_open_to_all(
     assert not api.checks.older_package_counts()
 
 
-def test_ours_pass_side_by_side_and_keep_theirs_out(present: Path, child: Any) -> None:
+def test_new_claims_share_the_lock_of_the_older_package_and_keep_that_out(present: Path, child: Any) -> None:
     """A forked child does not keep the lock, and cannot give it back."""
     mine = take(0.0)
     code = """
@@ -263,7 +263,7 @@ listen(); lock.release(); say("released"); listen()
     mine.release()
 
 
-def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
+def test_the_older_package_keeps_new_claims_out_until_the_deadline(present: Path, child) -> None:
     holder = theirs(child, present)
     with pytest.raises(api.LockTimeout, match=r"older safe-gpu package") as caught:
         take(time.monotonic())

@@ -228,7 +228,7 @@ def test_who_comes_back_is_not_behind_newcomers_with_numbers_that_were_gone(stat
     assert not mine.waiter.was_removed()
 
 
-def test_and_it_is_still_behind_those_who_were_ahead(state_dir: Path, join: Join) -> None:
+def test_who_comes_back_is_still_behind_those_who_were_ahead(state_dir: Path, join: Join) -> None:
     """Whatever number somebody takes who says that he joined later."""
     first, second, mine = join(), join(), join()
     mine.waiter.stand_aside()

@@ -117,7 +117,7 @@ FOLLOWED_BY: dict[str, Following] = {
     "_trouble_above": {"_ELSEWHERE": (f"{PLACES}another_directory",)},
     "doors": {"fix": (f"{PLACES}doors_that_cannot_be_taken", f"{PLACES}more_open_files")},
     "entries": {
-        "fix": (f"{OTHERS}entries_that_count_for_nothing_are_removed", f"{PLACES}a_directory_with_too_many_names"),
+        "fix": (f"{OTHERS}entries_that_are_ignored_are_removed", f"{PLACES}a_directory_with_too_many_names"),
     },
     "process_namespace": {
         "'start the container with --pid=host'": (

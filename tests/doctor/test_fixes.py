@@ -148,7 +148,7 @@ def test_lines_that_no_command_takes_out(state_dir: Path) -> None:
     assert finding("GPUs in service").status == "passed"
 
 
-def test_entries_that_count_for_nothing_are_removed(state_dir: Path) -> None:
+def test_entries_that_are_ignored_are_removed(state_dir: Path) -> None:
     api.setup.make(str(state_dir))
     (state_dir / "queue" / f"7.{'a' * 16}").symlink_to("/etc/passwd")
     detail = finding("entries").detail

@@ -225,7 +225,7 @@ STORIES = {
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_story(story: str) -> None:
+def test_each_step_of_a_claim_across_hosts_in_its_order(story: str) -> None:
     timeout, a, b, c, expected, failed = STORIES[story]
     diary: list[str] = []
     claimers = [Scripted("b", diary, *b), Scripted("c", diary, *c), Scripted("a", diary, *a)]  # any order

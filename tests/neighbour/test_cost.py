@@ -76,7 +76,9 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", ["lease", *(pytest.param(kind, marks=long) for kind in [*KINDS][1:])])
 @pytest.mark.parametrize("where", ["host.lock", "others"])
-def test_other_kinds_of_files(used: Path, dgx: Any, check: Any, file_lease: Any, where: str, kind: str) -> None:
+def test_what_is_no_plain_file_is_not_opened(
+    used: Path, dgx: Any, check: Any, file_lease: Any, where: str, kind: str
+) -> None:
     precious = used.with_name("precious")
     precious.write_text("precious")
     (used / "faults").mkdir()
@@ -94,7 +96,9 @@ def test_other_kinds_of_files(used: Path, dgx: Any, check: Any, file_lease: Any,
     assert precious.read_text() == "precious"
 
 
-def test_a_wide_process(used: Path, dgx: Any, entry_of: Any, check: Any, huge_process: int) -> None:
+def test_a_process_with_a_command_line_of_one_gib(
+    used: Path, dgx: Any, entry_of: Any, check: Any, huge_process: int
+) -> None:
     """It is in a claim, in a ticket and on a GPU."""
     dgx.hold(2, pid=huge_process)
     dgx.occupy(1, pid=huge_process)

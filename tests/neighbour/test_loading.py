@@ -184,7 +184,9 @@ def his(open_tmp: Path) -> Path:
 @needs_root
 @needs_matplotlib
 @pytest.mark.parametrize("where", PLACES)
-def test_a_neighbour_chooses_nothing(his: Path, open_tmp: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_loads_nothing_from_the_directory_of_a_neighbour(
+    his: Path, open_tmp: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Root stands in the neighbour's directory, with that user's variables."""
     before = sorted(his.rglob("*"))
     for name, value in PLACES[where].items():

@@ -215,7 +215,7 @@ def test_root_shows_no_line_of_a_file_that_a_neighbour_chose(open_tmp: Path, how
 
 
 @needs_root
-def test_nor_of_one_that_a_variable_names(open_tmp: Path) -> None:
+def test_root_shows_no_line_of_a_file_that_a_variable_names(open_tmp: Path) -> None:
     secret = open_tmp / "shadow"
     secret.write_text(SECRET)
     for mode in (0o640, 0o644):

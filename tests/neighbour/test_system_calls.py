@@ -70,7 +70,7 @@ def test_no_path_into_the_state_directory_is_followed(state_dir: Path, tmp_path:
     assert offences(text, str(state_dir)) == []
 
 
-def test_offences_are_found() -> None:
+def test_forbidden_system_calls_are_found_in_a_trace() -> None:
     lines = [
         '7 chmod("/s/queue", 01777) = 0',
         '7 fchmodat(4</s>, ".queue.1", 01777) = 0',

@@ -46,7 +46,7 @@ def mutated(scene: Any, good: dict[str, Any]) -> bytes:
     return bytes(line)
 
 
-def test_what_is_no_entry_counts_for_nothing(scene: Any) -> None:
+def test_what_is_no_entry_is_ignored(scene: Any) -> None:
     assert claims_all(scene) == 0
     whole = json.dumps({**CLAIM, "gpus": dict.fromkeys(scene.uuids)}).encode()
     for directory, data in (("claims", whole), ("queue", json.dumps({**TICKET, "gpus": scene.uuids}).encode())):
@@ -95,7 +95,7 @@ def as_user(uid: int) -> dict[str, Any]:
 
 
 @needs_root
-def test_what_a_user_has_beyond_a_bound_counts_for_nothing_and_refuses_nobody_else(scene: Any) -> None:
+def test_what_a_user_has_beyond_a_bound_is_ignored_and_refuses_nobody_else(scene: Any) -> None:
     """For both clients: of one owner 2,048 files count, dead ones too, and of several names of a file the first."""
     assert claims_all(scene) == 0
     above = scene.state_dir / "claims"

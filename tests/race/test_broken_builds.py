@@ -93,7 +93,7 @@ CAUGHT = [  # build, what catches it, with these words, and what that says: one 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users and namespaces")
 @pytest.mark.parametrize(("build", "tool", "words", "says"), CAUGHT)
-def test_it_is_caught(build: str, tool: str, words: str, says: str) -> None:
+def test_a_broken_build_is_caught(build: str, tool: str, words: str, says: str) -> None:
     command = [sys.executable, *tool.split(), *shlex.split(words), "--break", build]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 77:
@@ -102,5 +102,5 @@ def test_it_is_caught(build: str, tool: str, words: str, says: str) -> None:
     assert re.search(says, done.stdout), done.stdout
 
 
-def test_there_is_a_way_to_catch_each() -> None:
+def test_each_broken_build_is_among_those_that_are_caught() -> None:
     assert {build for build, *_ in CAUGHT} == BROKEN.keys()

@@ -78,7 +78,7 @@ def stage() -> Iterator[Stage]:
 
 @ROOT
 @pytest.mark.parametrize("umasks", [(0o077, 0o022), (0o022, 0o077)], ids=["strict first", "open first"])
-def test_they_share_a_state_directory(stage: Stage, umasks: tuple[int, int]) -> None:
+def test_two_users_share_a_state_directory(stage: Stage, umasks: tuple[int, int]) -> None:
     """One makes everything; the other one claims, waits, and outlives it."""
     stage.renew(first_use=True)
     mask, other_mask = umasks
@@ -100,7 +100,7 @@ def test_they_share_a_state_directory(stage: Stage, umasks: tuple[int, int]) -> 
 
 
 @ROOT
-def test_they_come_first_at_once(stage: Stage) -> None:
+def test_two_users_make_the_state_directory_at_once(stage: Stage) -> None:
     """Neither finds the state directory, so both make it."""
     for number in range(5):
         stage.renew(first_use=True)

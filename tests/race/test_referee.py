@@ -175,7 +175,7 @@ def test_claims_on_a_stage_are_told_to_its_referee() -> None:
 
 @long
 @pytest.mark.timeout(300)
-def test_it_finds_nothing_in_claims_as_they_are() -> None:
+def test_the_explorer_finds_nothing_in_the_unbroken_build() -> None:
     command = [sys.executable, str(TOOLS / "soak.py"), "--seed", "1", "--processes", "16", "--minutes", "0.1"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr

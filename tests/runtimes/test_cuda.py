@@ -89,13 +89,13 @@ def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: pytest.MonkeyP
 # Forked children
 
 
-def test_child_forked_after_safe_gpu_woke_cuda_is_told_to_spawn(host: Host) -> None:
+def test_child_forked_after_safe_gpu_initialized_cuda_is_told_to_spawn(host: Host) -> None:
     for woken, asked in ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"), ("CUDA.hold(0)", "CUDA.hold(0)"):
         name, message = host.run(f"held = {woken}" + in_child(asked))
         assert (name, "spawn" in message) == ("CudaInitializedError", True)
 
 
-def test_child_forked_from_a_sleeping_process_is_free_to_start(host: Host) -> None:
+def test_child_forked_before_cuda_is_initialized_is_free_to_start(host: Host) -> None:
     assert host.run(MAP + in_child("CUDA.visible_if_initialized()")) is None
     assert host.run(MAP + in_child("CUDA.hold(0).uuid")) == B
 
@@ -209,7 +209,7 @@ result = [before, during, used()]
         assert during > before
         assert after < during
 
-    def test_forked_child_is_told_to_spawn_whoever_woke_cuda(self) -> None:
+    def test_forked_child_is_told_to_spawn_whoever_initialized_cuda(self) -> None:
         for initialize in (INITIALIZE, "held = CUDA.hold(0)"):
             name, message = self.run(initialize + in_child("CUDA.visible_if_initialized()"))
             assert name == "CudaInitializedError"

@@ -41,7 +41,7 @@ SAYS, SAYS_NOTHING = (1, 20, 50.0), (2, None, 90.0)
 # The parts, by example
 
 
-def test_when_a_lease_ends() -> None:
+def test_when_a_claim_ends() -> None:
     assert api.free_at(10, since=0, until=60) == 60
     assert api.free_at(10, since=0, until=None) == ALWAYS
     sharers = [
@@ -145,7 +145,7 @@ def reference(wants: Sequence[api.BackfillRequest], free: Mapping[str, float]) -
 
 @settings(max_examples=100)
 @given(host=hosts())
-def test_in_any_state(host: tuple[list[api.BackfillRequest], dict[str, float]]) -> None:
+def test_in_any_state_the_rules_of_backfill_hold(host: tuple[list[api.BackfillRequest], dict[str, float]]) -> None:
     """Who has no competitor is not hindered, who can start is not passed, and who says nothing passes nobody."""
     wants, free = host
     found = dated(wants, free)

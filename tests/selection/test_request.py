@@ -34,7 +34,7 @@ every = pytest.mark.parametrize("condition", api.CONDITIONS, ids=lambda conditio
 
 
 @every
-def test_it_is_an_argument_and_an_option(condition: type[api.Condition]) -> None:
+def test_a_condition_is_an_argument_and_an_option(condition: type[api.Condition]) -> None:
     hints = get_type_hints(api.Conditions)
     assert set(hints) == {one.argument for one in api.CONDITIONS}
     for claim in (claim_gpus, GPUOwner):

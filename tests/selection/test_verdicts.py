@@ -106,7 +106,7 @@ def test_of_two_reasons_the_one_that_lasts_longer_is_told() -> None:
     assert (verdict.state, verdict.reason) == ("unusable", "a fan is broken")
 
 
-def test_a_lease_says_who_and_since_when() -> None:
+def test_a_claimed_gpu_says_by_whom_and_since_when() -> None:
     holder = api.Holder(4242, "alice", "1717", "python train.py", 1_700_000_000.0)
     verdict = verdict_on(gpu(), claimed={gpu().uuid: holder})
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_000))
@@ -144,7 +144,7 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
     assert (verdict.state, verdict.reason) == ("display", "9.5 GiB of memory free, 20 GiB asked for")
 
 
-def test_the_fence() -> None:
+def test_cuda_visible_devices_limits_which_gpus_are_free() -> None:
     verdicts = api.judge(host(), ANY, api.Known(visible_limit=api.parse_cuda("2,5", host())))
     assert [verdict.gpu.index for verdict in verdicts if verdict.free] == [2, 5]
     assert "CUDA_VISIBLE_DEVICES=2,5" in verdicts[0].reason
@@ -350,7 +350,7 @@ def test_how_much_memory_without_a_process_makes_a_gpu_busy(counts_reserved: boo
             api.Rules.of({LIMIT: value})
 
 
-def test_without_process_lists_leases_and_memory_decide_where_that_is_allowed() -> None:
+def test_without_process_lists_claims_and_memory_decide_where_that_is_allowed() -> None:
     optional = api.Rules.of({"SAFE_GPU_PROCESS_LIST": "optional"})
     for device, rules, state in (
         (MUTE, api.DEFAULT_RULES, "unusable"),

@@ -285,7 +285,9 @@ def test_who_only_draws_is_no_stranger(driver: Driver, holder: Any, sleeper: Any
     assert driver.remarks() == []
 
 
-def test_pieces(fake_gpus: Any, state_dir: Path, holder: Any, sleeper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_on_a_mig_instance_is_of_the_claim_of_that(
+    fake_gpus: Any, state_dir: Path, holder: Any, sleeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process on an instance is of the claim of it, also where the driver lists it on its GPU; a stranger there is
     told on the instance. One on a GPU whose instances are gone is a stranger to the claims that are still in its
     way."""

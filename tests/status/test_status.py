@@ -413,7 +413,7 @@ def test_a_state_directory_out_of_order_is_a_warning(state_dir: Path) -> None:
     assert "not a directory" in look(OneGpu()).warnings[0]
 
 
-def test_names_that_count_for_nothing_are_told_and_hide_nothing(state_dir: Path, holder) -> None:
+def test_names_that_are_ignored_are_reported_and_hide_nothing(state_dir: Path, holder) -> None:
     (state_dir / "claims" / f"77.{'a' * 16}").symlink_to("/etc/passwd")
     for number in (78, 79):
         (state_dir / "queue" / f"{number}.{'b' * 16}").symlink_to("/etc/passwd")
@@ -616,11 +616,11 @@ def test_a_claim_in_a_real_pid_namespace(dgx, child) -> None:
         parent.tell()
 
 
-def test_the_processes_of_a_claim_around_this_one_elsewhere() -> None:
+def test_the_processes_of_an_enclosing_claim_of_another_pid_namespace() -> None:
     said = {"v": 1, "gpus": {}, "pid": 7, "pidns": api.procfs.pid_namespace()}
-    around = api.Entry.read("1.x", 0, (1, 1), json.dumps(said).encode())
-    assert api.pids_of_enclosing(around) == (7,)
-    assert api.pids_of_enclosing(around._replace(pidns=OTHER)) == tuple(api.procfs.ancestors(os.getpid()))
+    enclosing = api.Entry.read("1.x", 0, (1, 1), json.dumps(said).encode())
+    assert api.pids_of_enclosing(enclosing) == (7,)
+    assert api.pids_of_enclosing(enclosing._replace(pidns=OTHER)) == tuple(api.procfs.ancestors(os.getpid()))
 
 
 def test_a_number_of_another_namespace_is_no_ancestor(dgx) -> None:

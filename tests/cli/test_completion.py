@@ -133,6 +133,12 @@ def test_bash_splits_at_the_equals_sign(script: Callable[[str], Path], tmp_path:
     assert answers(program("bash"), "--norc", "-c", _BASH, "bash", script("bash"), *words, home=tmp_path) == "uuid\n"
 
 
+def test_the_command_that_shells_ask_succeeds(run_here: Any) -> None:
+    for words, found in (("stat", "status\n"), ("run -- ", "3\n"), ("nonsense ", "")):
+        done = run_here("completion", "bash", "--", "safe-gpu", *words.split(" "))
+        assert (done.returncode, done.stdout) == (0, found)
+
+
 @pytest.mark.parametrize("name", api.COMMANDS)
 def test_every_option_of_every_command_is_known(name: str) -> None:
     found = api.completions(["safe-gpu", name, "-"])

@@ -114,6 +114,7 @@ def test_an_entry_that_is_dead_stays_dead(claims: api.Directory, locks: str) -> 
             fcntl.flock(file, fcntl.LOCK_EX)
             fcntl.fcntl(file, fcntl.F_OFD_SETLK, api.locks._QUESTION)
         assert look(claims) == []
+    assert [entries.recheck(one) for one in (name, "2.0000000000000000")] == [None, None], "the other was never there"
     unfinished = place(claims, f".{'0' * 16}")  # it may be about to get its name
     assert entries.look() == []
     entries.remove_dead()

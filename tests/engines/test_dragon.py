@@ -449,3 +449,5 @@ def test_policies_go_round_the_gpus_and_divide_their_cores(gpus: Any, dragon_mod
         for nprocs in (0, True):
             with pytest.raises(UnsatisfiableRequestError, match="1 or more"):
                 claimed.make_policies(nprocs=nprocs)
+    with pytest.raises(UnsatisfiableRequestError, match="holds nothing any more"):
+        claimed.make_policies(nprocs=1)

@@ -157,10 +157,14 @@ print(len([thing for thing in holder._owner.placeholders if thing is not None]))
     assert fake_gpus.python(code).split() == ["0"]
 
 
-def test_a_worker_is_moved_or_says_why_not() -> None:
+def test_a_worker_is_moved_or_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
     mask = os.sched_getaffinity(0)
     assert "bound" in api.enter_worker([min(mask)], None, None)
     assert os.sched_getaffinity(0) == {min(mask)}
+    assert caplog.text == ""
+    some = api.enter_worker([min(mask), max(mask) + 4096], None, None)
+    assert "the kernel cut" in some
+    assert some in caplog.text
     api.restore_state()
     assert api.enter_worker([], None, None) == "not bound"
     assert api.enter_worker([max(mask) + 4096], None, None).startswith("not bound: ")

@@ -77,8 +77,14 @@ def test_a_crowd_of_waiters_is_cut() -> None:
     assert sum("anna" in line for line in lines) == 100
     plain = replace(status, queue=tuple(replace(one, note="", job=f"sge:7.{one.position}") for one in crowd))
     assert words(shown(plain))[-1].startswith("1-1500 anna 1500 x 1 GPU")
+    assert any(line.startswith("  1  anna") for line in shown(plain, verbose=True)), "numbers stand on the right"
     assert [line for line in words(shown(plain, verbose=True)) if line.startswith("3 anna 7.3 1 GPU")]
     assert [one["position"] for one in status.to_dict()["queue"]] == list(range(1, 1001))
+
+
+def test_memory_of_which_there_is_none_has_an_empty_bar() -> None:
+    gpu = api.GpuStatus(api.Gpu(0, "GPU-0", memory_total=0, memory_used=0, utilization=0), "free")
+    assert "0 free 0/0G 0%" in words(shown(host(100.0, gpu)))
 
 
 def test_what_gpus_have_in_common_stands_once() -> None:

@@ -146,7 +146,8 @@ if not TYPE_CHECKING:  # checkers take what is imported above, and a name that i
         return sorted({*globals(), *_HOME_OF})
 
 
-_COMMANDS = frozenset("affinity demo doctor drain history policy resume run setup status wait".split())
+# Not asked of the command line: ``from safe_gpu import errors`` looks for such a name too, and would load all of it.
+_COMMANDS = frozenset("affinity completion demo doctor drain history policy resume run setup status wait".split())
 
 
 def _instead_of(name: str) -> str:
@@ -165,7 +166,7 @@ def _instead_of(name: str) -> str:
 
 
 def _meant_function(name: str) -> str:
-    """Return the function that does what a verb such as ``acquire`` or ``free_gpus`` says; "" if none does."""
+    """Return the function that does what a verb such as ``acquire`` or ``unlock_gpus`` says; "" if none does."""
     from .wording.elsewhere import CLAIM, GIVE_BACK
 
     verb = name.removesuffix("s").removesuffix("_gpu")

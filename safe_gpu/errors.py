@@ -214,7 +214,15 @@ class MissingPackageError(SafeGpuError, ImportError):
 
 
 class MissingDriverPackageError(NoDriverError, MissingPackageError):
-    """The Python package by which the driver is asked, nvidia-ml-py, is not installed, or too old."""
+    """The Python package by which the driver is asked, nvidia-ml-py, is not installed, or too old.
+
+    Attributes:
+        install: the command that installs it; "" if the error does not name one.
+    """
+
+    def __init__(self, message: str = "", *, driver: str = "auto", install: str = "") -> None:
+        super().__init__(message, driver=driver)
+        self.install = install
 
 
 class HolderLostError(SafeGpuError, RuntimeError):

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from support import api
+from support.findings import missing_tests
 
 import safe_gpu
 from safe_gpu import errors
 
-TESTS = Path(__file__).parent
 PACKAGE = Path(safe_gpu.__file__).parent
 
 IN_PYTHON = "claim/test_ways_out.py::test_"
@@ -136,6 +136,7 @@ FOLLOWED_BY: dict[str, Mapping[str, str | tuple[str, ...]]] = {
     "drivers/nvml_calls.py": {
         "_pynvml": (f"{GPUS}nvidia_ml_py_is_installed",),
         "_load_library": "JetPack is a release of the operating system",
+        "missing": (f"{GPUS}nvml_is_where_the_loader_finds_it",),
     },
     "drivers/patience.py": {"answer": (f"{GPUS}a_driver_that_hangs",)},
     "drivers/simulated/driver.py": {"occupy": FACT, "__call__": FACT},
@@ -224,9 +225,4 @@ def test_the_tests_that_are_named_here_exist() -> None:
     for of in FOLLOWED_BY.values():
         for tests in of.values():
             if not isinstance(tests, str):
-                assert [test for test in tests if not exists(test)] == []
-
-
-def exists(test: str) -> bool:
-    file, _, name = test.partition("::")
-    return f"\ndef {name}(" in (TESTS / file).read_text()
+                assert missing_tests(tests) == []

@@ -118,6 +118,13 @@ def test_who_writes_the_beginning_of_a_name_is_told_the_whole() -> None:
     assert done.stderr.splitlines()[-1] == told, "once: Python adds nothing"
 
 
+@pytest.mark.parametrize("name", [name for name in api.COMMANDS if name not in safe_gpu.__all__])
+def test_a_command_that_is_called_as_a_function_is_named(name: str) -> None:
+    """Some commands are modules too, once something has imported them."""
+    with pytest.raises(AttributeError, match=f": safe-gpu {name} is a command of the shell"):
+        safe_gpu.__getattr__(name)
+
+
 def test_a_misspelt_name_is_an_error_for_a_type_checker(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     program = tmp_path / "program.py"
@@ -324,7 +331,11 @@ TABLE: list[tuple[type[api.SafeGpuError], dict[str, Any], tuple[type[BaseExcepti
     (errors.GPUAffinityError, {}, (ValueError, RuntimeError)),
     (errors.HolderLostError, {"host": "node1"}, (RuntimeError,)),
     (errors.MissingPackageError, {}, (ImportError,)),
-    (errors.MissingDriverPackageError, {"driver": "nvml"}, (errors.NoDriverError, errors.MissingPackageError)),
+    (
+        errors.MissingDriverPackageError,
+        {"driver": "nvml", "install": "pip"},
+        (errors.NoDriverError, errors.MissingPackageError),
+    ),
     (api.CudaCallError, {"call": "cuInit", "code": 3, "name": "CUDA_ERROR_NOT_INITIALIZED"}, ()),
 ]
 

@@ -28,7 +28,7 @@ _MOST_TRIES = 100  # names of one file that are gone
 _LONGEST_CAUSE = 100  # characters of why one is ignored
 _MOST_OWNERS = 8  # of ignored files, that are named
 
-# What open(2) answers to what is no file, is closed to this user, or is kept under a file lease. Such are ignored.
+# What open(2) answers to what is no file, is closed to this user, or is kept under a file lease. These are ignored.
 _NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK, errno.EISDIR)
 
 

@@ -4,7 +4,7 @@ import time
 
 from ..coordination.directory import state_dir_path
 from ..coordination.faults import read_faults
-from ..errors import NoDriverError
+from ..errors import MissingDriverPackageError, NoDriverError
 from ..gpus.devices import HostSnapshot, recent_faults
 from ..selection.verdicts import MEMORY_VARIABLE, UNWATCHABLE, Rules, why_last, why_memory_unexplained
 from ..settings.variables import real_driver
@@ -41,10 +41,16 @@ def driver(host: CheckedHost) -> Check:
 
 
 def _without_nvml(detail: str) -> Check:
-    from ..drivers.nvml_calls import way_out_of, why_missing
+    from ..drivers.nvml_calls import LIBRARY, missing
 
-    reason = why_missing() or "NVML is not available"
-    return warning(f"{detail}, polled through nvidia-smi: {reason}", way_out_of(reason))
+    error = missing()
+    reason = "NVML is not available"
+    if error is not None:
+        reason = str(error)
+    fix = f"let the loader find the driver's {LIBRARY} (ldconfig, or its directory in LD_LIBRARY_PATH)"
+    if isinstance(error, MissingDriverPackageError):
+        fix = error.install
+    return warning(f"{detail}, polled through nvidia-smi: {reason}", fix)
 
 
 def _no_driver(host: CheckedHost) -> Check:

@@ -71,13 +71,14 @@ def _pynvml() -> Any:
         pynvml = _import_pynvml()
     except ImportError as err:
         what = f"the Python package nvidia-ml-py is not installed ({_INSTALL})"
-        raise MissingDriverPackageError(what, driver="nvml") from err
+        raise MissingDriverPackageError(what, driver="nvml", install=_INSTALL) from err
     missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
     if missing:
         raise MissingDriverPackageError(
             f"the module pynvml in {_place_of(pynvml)} has no {missing[0]}, so it is not that of nvidia-ml-py 12.535 "
             f"or newer ({_REPLACE})",
             driver="nvml",
+            install=_REPLACE,
         )
     return pynvml
 
@@ -107,24 +108,25 @@ def _place_of(module: Any) -> str:
     return next(iter(module.__path__), "no file")
 
 
-def why_missing() -> str | None:
-    """Return what is missing for NVML on this host, its Python module or its library; None when both are there."""
+def missing() -> NoDriverError | None:
+    """Return the error on what is missing for NVML on this host, its Python module or its library; None when both are
+    there."""
     try:
         _pynvml()
         _load_library()
     except NoDriverError as err:
-        return str(err)
+        return err
     except OSError as err:
-        return f"NVML cannot be loaded ({err})"
+        return NoDriverError(f"NVML cannot be loaded ({err})", driver="nvml")
     return None
 
 
-def way_out_of(reason: str) -> str:
-    """Return the command, or what else is to be done, where NVML is missing for this reason of :func:`why_missing`."""
-    for command in (_REPLACE, _INSTALL):
-        if command in reason:
-            return command
-    return f"let the loader find the driver's {LIBRARY} (ldconfig, or its directory in LD_LIBRARY_PATH)"
+def why_missing() -> str | None:
+    """Return the text of this error; None when both are there."""
+    error = missing()
+    if error is None:
+        return None
+    return str(error)
 
 
 def _load_library() -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from support import api
+from support.findings import missing_tests
 
 from safe_gpu import doctor
 
-TESTS = Path(__file__).parents[1]
 GPUS, PLACES, OTHERS, TRIALS = (
     f"doctor/test_{name}.py::test_" for name in ("fixes_of_gpus", "fixes_of_places", "fixes", "trials")
 )
@@ -40,7 +40,7 @@ FOLLOWED_BY: dict[str, Following] = {
         "'unset SAFE_GPU_DRIVER'": (f"{TRIALS}a_simulated_host_is_told",),
     },
     "_without_nvml": {
-        "way_out_of(reason)": (f"{GPUS}nvidia_ml_py_is_installed", f"{GPUS}nvml_is_where_the_loader_finds_it"),
+        "fix": (f"{GPUS}nvidia_ml_py_is_installed", f"{GPUS}nvml_is_where_the_loader_finds_it"),
     },
     "_no_driver": {
         "f'{vendor.install}, or try SAFE_GPU_DRIVER=simulated:{vendor.preset}'": (
@@ -185,9 +185,4 @@ def test_the_tests_that_are_named_here_exist() -> None:
         for following in table.values():
             for tests in following.values():
                 if not isinstance(tests, str):
-                    assert [test for test in tests if not exists(test)] == []
-
-
-def exists(test: str) -> bool:
-    file, _, name = test.partition("::")
-    return f"\ndef {name}(" in (TESTS / file).read_text()
+                    assert missing_tests(tests) == []

@@ -5,7 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
 from support.gpus import PACKAGE_ROOT
@@ -65,3 +66,16 @@ print(json.dumps([found.status, found.detail, found.fix]))
         pytest.skip(f"no namespaces here: {run.stderr.strip()}")
     assert run.returncode == 0, run.stderr
     return Check(*json.loads(run.stdout))
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def missing_tests(names: Iterable[str]) -> list[str]:
+    """Those of these names, such as ``doctor/test_fixes.py::test_a_policy``, that no test has."""
+    missing = []
+    for one in names:
+        file, _, function = one.partition("::")
+        if f"\ndef {function}(" not in (TESTS / file).read_text():
+            missing.append(one)
+    return missing

@@ -80,7 +80,7 @@ def claim_gpus(
         min_memory: bytes that must be free on each GPU, or text such as "20GiB".
         model: pattern of the GPU's name.
         exclude, only: indices, UUIDs or prefixes of UUIDs.
-        max_utilization: percent; GPUs that are busier, and those of which the driver cannot tell, are not free.
+        max_utilization: percent; busier GPUs are not free. GPUs whose driver does not report it are refused.
         near: "numa": all GPUs on one NUMA node; "nvlink": each connected to each by NVLink.
         share: not whole GPUs but this much memory of each, beside other claims that share: bytes, or text such as
             "20GiB" or "25%" of what claims can share.

@@ -236,6 +236,12 @@ class MaxUtilization(Condition):
             raise refused(cls.argument, value, f"give percent from 0 to 100, such as {style.value(10)}")
         return percent
 
+    def why_unknowable(self, gpu: Gpu) -> str:
+        """Return why, as of a MIG instance, whose utilisation NVML does not report."""
+        if gpu.utilization is not None:
+            return ""
+        return f"the driver does not report its utilisation: leave {style.option(self.argument)} out"
+
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         if gpu.utilization is None:
             return f"utilisation unknown, at most {self.value}% asked for"

@@ -34,15 +34,33 @@ every = pytest.mark.parametrize("condition", api.CONDITIONS, ids=lambda conditio
 
 
 @every
+def test_a_condition_has_a_sample_and_a_key(condition: type[api.Condition]) -> None:
+    assert condition.argument in SAMPLES, "write a value that a caller may give into SAMPLES of this file"
+    assert condition.argument in get_type_hints(api.Conditions), "add its key to Conditions"
+
+
+def test_there_is_no_key_or_sample_without_a_condition() -> None:
+    arguments = {one.argument for one in api.CONDITIONS}
+    assert set(get_type_hints(api.Conditions)) - arguments == set(), "give the condition a place in CONDITIONS"
+    assert set(SAMPLES) - arguments == set(), "give the condition a place in CONDITIONS"
+
+
+def sample_of(condition: type[api.Condition]) -> Any:
+    if condition.argument not in SAMPLES:
+        pytest.fail(f"SAMPLES of {__file__} has no value of {condition.argument}=")
+    return SAMPLES[condition.argument]
+
+
+@every
 def test_a_condition_is_an_argument_and_an_option(condition: type[api.Condition]) -> None:
-    hints = get_type_hints(api.Conditions)
-    assert set(hints) == {one.argument for one in api.CONDITIONS}
     for claim in (claim_gpus, GPUOwner):
-        assert inspect.signature(claim).parameters[condition.argument].default in (None, ())
+        parameters = inspect.signature(claim).parameters
+        assert condition.argument in parameters, f"{claim.__name__} needs this argument"
+        assert parameters[condition.argument].default in (None, ())
     parser = argparse.ArgumentParser()
     api.add_request(parser)
     option = api.as_option(condition.argument)
-    text = str(SAMPLES[condition.argument])
+    text = str(sample_of(condition))
     given_there = getattr(parser.parse_args([option, text]), condition.argument)
     assert api.parse_request(1, **{condition.argument: given_there}) == api.parse_request(
         1, **{condition.argument: text}
@@ -52,13 +70,14 @@ def test_a_condition_is_an_argument_and_an_option(condition: type[api.Condition]
 
 @every
 def test_claims_and_requests_take_values_of_the_same_types(condition: type[api.Condition]) -> None:
-    of_claim = get_type_hints(GPUOwner.__init__)[condition.argument]
-    assert of_claim == get_type_hints(api.Conditions)[condition.argument]
+    of_claim = get_type_hints(GPUOwner.__init__).get(condition.argument)
+    assert of_claim == get_type_hints(api.Conditions).get(condition.argument)
 
 
 def test_each_condition_has_a_word_of_other_tools() -> None:
     meant = {one.argument for one in api.words_elsewhere.ARGUMENTS.values()}
-    assert {condition.argument for condition in api.CONDITIONS} - meant == set()
+    without = {condition.argument for condition in api.CONDITIONS} - meant
+    assert without == set(), "write into ARGUMENTS of safe_gpu/wording/elsewhere.py what other tools call it"
 
 
 @every
@@ -125,12 +144,21 @@ def test_a_condition_needs_what_tells_the_fields_that_it_reads(
 
 
 @every
+def test_nobody_waits_for_a_fact_that_the_driver_does_not_report(condition: type[api.Condition]) -> None:
+    unknown = gpu(0)
+    (asked,) = api.parse_request(1, **{condition.argument: sample_of(condition)}).conditions
+    if asked.why_not_now(unknown):
+        never = asked.why_outside(unknown) or asked.why_unknowable(unknown)
+        assert never, "say in `why_unknowable` that the fact is not reported: claims would wait until their timeout"
+
+
+@every
 def test_what_changes_stands_in_the_ticket(condition: type[api.Condition]) -> None:
     """Others judge GPUs for a waiter: by its ticket, where it depends on more than which GPU it is."""
     changes = condition.why_not_now is not api.Condition.why_not_now or condition.groups is not api.Condition.groups
     changes = changes or condition is api.Share  # judged with the claims that share the GPU
-    asked = api.parse_request(2, **{condition.argument: SAMPLES[condition.argument]})
-    assert changes == bool(asked.ticket)
+    asked = api.parse_request(2, **{condition.argument: sample_of(condition)})
+    assert changes == bool(asked.ticket), f"set `ticketed = {changes}`"
     said = json.loads(json.dumps(dict(asked.ticket)))
     assert api.Selection.from_ticket(2, said.items()) == (api.Selection(2, asked.conditions if changes else ()), True)
 
@@ -256,6 +284,15 @@ def test_a_busy_gpu() -> None:
         (verdict,) = api.judge(host, api.parse_request(max_utilization="10%"))
         assert verdict.state == state
         assert state == "free" or "at most 10% asked for" in verdict.reason
+
+
+def test_a_utilization_that_is_never_reported() -> None:
+    """A claim would wait for it until its timeout."""
+    request = api.parse_request(max_utilization=10)
+    silent = gpu(0)
+    assert api.candidates(api.HostSnapshot((silent, gpu(1, utilization=90))), request) == (gpu(1, utilization=90),)
+    with pytest.raises(api.UnsatisfiableRequestError, match=r"not report its utilisation: leave max_utilization= out"):
+        api.check_possible(api.HostSnapshot((silent,)), request)
 
 
 @given(st.sets(st.sampled_from(list(combinations(range(6), 2)))))

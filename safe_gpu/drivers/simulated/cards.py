@@ -127,7 +127,7 @@ class Card(NamedTuple):
         for partition in range(number):
             first_core = partition * _CORES // number
             uuid = uuid_of("AMD", f"{self.seed} {first_core}")
-            gpu = self.gpu._replace(uuid=uuid, partition=True, mode=_PARTITION_MODES[number])
+            gpu = self.gpu._replace(uuid=uuid, partition=True, mode=_PARTITION_MODES[number], utilization=None)
             found.append(with_memory(gpu, self._mib_of_part(number)))
         return found
 

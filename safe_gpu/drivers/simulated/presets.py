@@ -281,17 +281,21 @@ def _read_cards(name: str, mib: str, places: str, more: str = "") -> list[Card]:
     for place in places.split():
         address, _, node = place.partition(":")
         names = _names(name, address)
+        vendor = vendor_of(names.uuid)
+        utilization: int | None = 0
+        if vendor == "intel":  # its driver does not report it
+            utilization = None
         gpu = Gpu(
             index=0,
             uuid=names.uuid,
             name=name,
             pci_bus_id=names.bus_id,
             numa_node=int(node),
-            utilization=0,
+            utilization=utilization,
             temperature=34,
             display_active=has_display,
             place=names.place,
-            vendor=vendor_of(names.uuid),
+            vendor=vendor,
             tiles=tiles,
         )
         found.append(Card(with_memory(gpu, int(mib), used), names.seed, mode))

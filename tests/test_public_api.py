@@ -144,7 +144,7 @@ def test_a_checker_knows_the_names_that_are_there() -> None:
             homes |= {alias.asname: statement.module for alias in statement.names}
         elif isinstance(statement, ast.AnnAssign):
             homes[ast.unparse(statement.target)] = "claim.functions"
-    assert homes == safe_gpu._HOME_OF
+    assert homes == safe_gpu._HOME_OF, "each name stands below TYPE_CHECKING and in the table, with one module"
 
 
 def public_classes() -> set[type[Any]]:
@@ -187,7 +187,8 @@ def unnamed_placeholders() -> set[str]:
 
 
 def test_each_placeholder_has_a_public_name() -> None:
-    assert unnamed_placeholders() == set()
+    advice = "add the name to safe_gpu/__init__.py, twice, and to CONTRACT of this file"
+    assert unnamed_placeholders() == set(), advice
 
     class NewPlaceholder(api.placeholders.Base):
         """Of a framework that was added, and not to the names of the package."""
@@ -211,7 +212,8 @@ def test_the_arguments_of_a_claim() -> None:
     for callable_ in (safe_gpu.claim_gpus, safe_gpu.ensure_gpus, safe_gpu.GPUOwner):
         signature = inspect.signature(callable_)
         parameters = {name: one for name, one in signature.parameters.items() if not name.startswith("_")}
-        assert {name: one.default for name, one in parameters.items()} == expected
+        defaults = {name: one.default for name, one in parameters.items()}
+        assert defaults == expected, "write what is new into this test, in the words of the reference"
         assert [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD] == [*positional]
         assert callable_ is safe_gpu.GPUOwner or signature.return_annotation == "GPUOwner"
 
@@ -219,7 +221,8 @@ def test_the_arguments_of_a_claim() -> None:
 def test_each_argument_of_a_claim_is_explained() -> None:
     lines = re.findall(r"^ {4}([a-z_, ]+):", inspect.getdoc(safe_gpu.claim_gpus) or "", re.MULTILINE)
     explained = [name for line in lines for name in line.split(", ")]
-    assert [name for name in inspect.signature(safe_gpu.claim_gpus).parameters if name not in explained] == []
+    missing = [name for name in inspect.signature(safe_gpu.claim_gpus).parameters if name not in explained]
+    assert missing == [], "explain them under Args in the docstring of claim_gpus"
 
 
 def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,35 +121,41 @@ def test_the_table_of_status_has_every_key() -> None:
     for gpu in status["gpus"]:
         parts += [gpu["claim"] or {}, *gpu["shares"], *gpu["processes"]]
     for key in {"turn", *(key for part in parts for key in part)}:
-        assert re.search(rf"`(?:\w+\[\]\.)?{key}(?:\[\][^`]*)?`", table), key
+        is_told = re.search(rf"`(?:\w+\[\]\.)?{key}(?:\[\][^`]*)?`", table)
+        assert is_told, f"add a row for the key {key} to the page of status"
     assert f"`schema` | {status['schema']};" in table
 
 
 def test_the_protocol_names_each_condition_of_a_ticket() -> None:
     waiting = section("safe_gpu/coordination/PROTOCOL.md", "Waiting")
-    assert [one.argument for one in api.CONDITIONS if one.ticketed and f"`{one.argument}`" not in waiting] == []
+    untold = [one.argument for one in api.CONDITIONS if one.ticketed and f"`{one.argument}`" not in waiting]
+    assert untold == [], "describe their values in the section 'Waiting' of PROTOCOL.md"
 
 
 def test_the_page_of_placeholders_has_a_row_for_each() -> None:
     table = section("safe_gpu/runtimes/README.md", "Which one")
     names = [name for name in safe_gpu.__all__ if name.endswith("Placeholder")]
+    names.remove("CudaPlaceholder")  # the default: its row says so in other words
     without_a_row = [name for name in names if name not in named_in_rows(table)]
-    assert without_a_row == ["CudaPlaceholder"], "the first row, of the default, is its own"
+    assert without_a_row == [], "add a row to the section 'Which one' of safe_gpu/runtimes/README.md"
     in_reference = section(REFERENCE, "Python")
-    assert [name for name in names if f"`{name}()`" not in in_reference] == ["CudaPlaceholder"]
+    unnamed = [name for name in names if f"`{name}()`" not in in_reference]
+    assert unnamed == [], f"name them in the row of placeholder_fn in {REFERENCE}"
 
 
 def test_the_reference_has_the_option_of_each_condition() -> None:
     options = [api.as_option(condition.argument) for condition in api.CONDITIONS]
     rows = section(REFERENCE, "Command line")
-    assert [option for option in options if not re.search(rf"`{option}\b", rows)] == []
+    missing = [option for option in options if not re.search(rf"`{option}\b", rows)]
+    assert missing == [], f"add a row to the section 'Command line' of {REFERENCE}"
 
 
 def test_the_table_of_status_has_every_column_in_its_order() -> None:
     table = PAGES["safe_gpu/status/README.md"].read_text()
     told = re.findall(r"`([A-Z/]+)`", " ".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))
     columns = [column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)]
-    assert [title for title in told if title in columns] == columns
+    in_order = [title for title in told if title in columns]
+    assert in_order == columns, "describe each column on the page of status, in the order of the table"
 
 
 def test_the_page_of_status_says_what_is_left_out_first() -> None:
@@ -159,7 +165,8 @@ def test_the_page_of_status_says_what_is_left_out_first() -> None:
     sooner = [title for title in sorted(ranks, key=ranks.__getitem__) if ranks[title] < ranks["COMMAND"]]
     words = ", ".join(f"`{title}`" for title in sooner)
     page = " ".join(PAGES["safe_gpu/status/README.md"].read_text().split())
-    assert f"{words} and the bar of memory are left out before the command is cut" in page
+    sentence = f"{words} and the bar of memory are left out before the command is cut"
+    assert sentence in page, "the page of status names these columns, the first to go first"
 
 
 def section(page: str, title: str) -> str:
@@ -174,17 +181,21 @@ def test_the_reference_has_a_row_for_every_command() -> None:
 
 def test_the_reference_has_every_argument_error_and_variable() -> None:
     arguments = set(inspect.signature(safe_gpu.claim_gpus).parameters)
-    assert arguments - named_in_rows(section(REFERENCE, "Python")) == set()
+    untold = arguments - named_in_rows(section(REFERENCE, "Python"))
+    assert untold == set(), f"add a row to the section 'Python' of {REFERENCE}"
     public = {
         name
         for name, one in vars(errors).items()
         if isinstance(one, type) and issubclass(one, errors.SafeGpuError) and name == one.__name__ and name[0] != "_"
     }
-    assert public - named_in_rows(section(REFERENCE, "Errors")) == {"SafeGpuError"}
+    public.remove("SafeGpuError")  # the base of all: it stands above the table
+    untold = public - named_in_rows(section(REFERENCE, "Errors"))
+    assert untold == set(), f"add a row to the section 'Errors' of {REFERENCE}"
     code = " ".join(path.read_text() for path in (ROOT / "safe_gpu").rglob("*.py"))
     read = {name for name in re.findall(r"\bSAFE_GPU_[A-Z_]*[A-Z]\b", code) if not name.startswith("SAFE_GPU_TEST_")}
-    assert read == set(api.VARIABLES)
-    assert named_in_rows(section(REFERENCE, "Environment")) >= read
+    assert read == set(api.VARIABLES), "the table of settings has the variables that the code names"
+    untold = read - named_in_rows(section(REFERENCE, "Environment"))
+    assert untold == set(), f"add a row to the section 'Environment' of {REFERENCE}"
 
 
 def named_in_rows(text: str) -> set[str]:
@@ -198,7 +209,7 @@ def test_the_table_of_exit_codes_is_that_of_the_command() -> None:
     assert len(numbers) > 8
     rows = re.findall(r"^\| ([\d, ]+) \|", section(REFERENCE, "Exit codes"), re.MULTILINE)
     told = {int(number) for row in rows for number in row.split(",")}
-    assert numbers <= told
+    assert numbers - told == set(), f"add a row to the section 'Exit codes' of {REFERENCE}"
 
 
 ADDITIONS = {
@@ -220,7 +231,8 @@ def test_the_page_says_what_to_touch(row: str) -> None:
     files, _, _ = line.partition(" | ")
     listed = set(re.findall(r"`(safe_gpu/[\w./]+)`", files))
     code = ((path.relative_to(ROOT).as_posix(), path.read_text()) for path in (ROOT / "safe_gpu").rglob("*.py"))
-    assert {name for name, text in code if re.search(ADDITIONS[row], name + text)} == listed
+    touched = {name for name, text in code if re.search(ADDITIONS[row], name + text)}
+    assert touched == listed, "the row of CONTRIBUTING has the files that name what was added last"
 
 
 @pytest.mark.parametrize(

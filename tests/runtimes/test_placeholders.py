@@ -204,8 +204,9 @@ def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: A
 
 def test_each_placeholder_and_each_framework_has_its_stand_in() -> None:
     public = {getattr(safe_gpu, name) for name in safe_gpu.__all__ if name.endswith("Placeholder")}
-    assert set(STAND_INS) == public - {api.NoPlaceholder}
-    assert set(FRAMEWORKS) == set(STAND_INS) - {api.CudaPlaceholder}
+    without = public - {api.NoPlaceholder} - set(STAND_INS)
+    assert without == set(), "write a stand-in for the framework, and its row in STAND_INS of this file"
+    assert set(FRAMEWORKS) == set(STAND_INS) - {api.CudaPlaceholder}, "each framework has its row in FRAMEWORKS"
 
 
 @pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)

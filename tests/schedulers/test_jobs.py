@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support import api
-from support.guard import OUTER_NAMES, OUTER_PREFIXES
+from support.guard import is_of_an_outer_job
 
 from safe_gpu import schedulers
 
@@ -158,13 +158,13 @@ def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
     samples = samples_of(scheduler)
     assert len(samples) > 1, f"write two samples of jobs of {scheduler.name} into CASES"
     assert all(scheduler.job(environ) for environ in samples)
-    assert any(api.current(environ).requested_gpus for environ in samples) or scheduler.lists_gpus
-    assert undeclared(scheduler) == set()
-    assert [
-        name for name in scheduler.variables if not name.startswith(OUTER_PREFIXES) and name not in OUTER_NAMES
-    ] == []
+    with_number = [environ for environ in samples if api.current(environ).requested_gpus]
+    assert with_number or scheduler.lists_gpus, "no sample in CASES has a number of GPUs"
+    assert undeclared(scheduler) == set(), "declare in `others` what `job` or `context` reads besides"
+    inherited = [name for name in scheduler.variables if not is_of_an_outer_job(name)]
+    assert inherited == [], "the tests would inherit these variables from a job that they run in"
     page = Path(schedulers.__file__).with_name("README.md").read_text()
-    assert re.search(rf"\b{scheduler.name}\b", page, re.IGNORECASE)
+    assert re.search(rf"\b{scheduler.name}\b", page, re.IGNORECASE), "describe it on the schedulers' page"
     for_readers = (*scheduler.requested_gpus, *scheduler.ends, *scheduler.walltime)
     missing = [name for name in for_readers if f"`{name}`" not in page]
     assert missing == [], "describe these variables on the schedulers' page"
@@ -190,7 +190,8 @@ def test_messages_name_the_variable_with_the_number(scheduler: api.Scheduler) ->
 
 def test_every_scheduler_is_in_the_table_once() -> None:
     classes = [one for one in api.Scheduler.__subclasses__() if one.__module__.startswith("safe_gpu.")]
-    assert sorted(one.name for one in classes) == sorted(one.name for one in api.SCHEDULERS)
+    in_table = sorted(one.name for one in api.SCHEDULERS)
+    assert in_table == sorted(one.name for one in classes), "give each class a place in SCHEDULERS, once"
     assert len({one.name for one in classes}) == len(classes)
 
 

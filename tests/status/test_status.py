@@ -49,7 +49,8 @@ def check_document(status: api.HostStatus) -> None:
     records += [("claim", piece) for gpu in gpus for piece in gpu["pieces"]]
     records += [("process", process) for gpu in gpus for process in gpu["processes"]]
     records += [("beside", process) for gpu in gpus for process in gpu["beside"]]
-    assert [(kind, {*one}) for kind, one in records if {*one} - {"turn"} != {*KEYS[kind].split()}] == []
+    for kind, record in records:
+        assert {*record} - {"turn"} == {*KEYS[kind].split()}, f"write its keys into KEYS[{kind!r}] of this file"
     assert document["schema"] == 2
 
 

@@ -46,6 +46,11 @@ OUTER_NAMES = {
 }
 
 
+def is_of_an_outer_job(name: str) -> bool:
+    """Return whether no test inherits this variable."""
+    return name.startswith(OUTER_PREFIXES) or name in OUTER_NAMES
+
+
 class ProcessState(NamedTuple):
     """This process now; ``masks`` are those of the CPUs of each thread, and ``policy`` is the caller's."""
 
@@ -118,7 +123,7 @@ def driver_libraries(
     libraries = DriverLibraries()
     fakes = {name: os.environ[name] for name in ("FAKE_GPU_DIR", "SAFE_GPU_FSROOT") if name in os.environ}
     for name in list(os.environ):
-        if name.startswith(OUTER_PREFIXES) or name in OUTER_NAMES:
+        if is_of_an_outer_job(name):
             monkeypatch.delenv(name)
     states = tmp_path_factory.getbasetemp() / "state"  # far cheaper than a temporary directory of pytest's for each
     states.mkdir(exist_ok=True)

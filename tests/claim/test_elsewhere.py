@@ -94,6 +94,23 @@ def test_a_child_that_lives_on_holds_the_entry_and_no_door(host: Path, child, mo
     orphan.tell()
 
 
+def test_a_child_that_lives_on_is_inside_nothing_whoever_takes_the_doors_names(
+    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All users can read these names while the claim lives, and may have them once it has ended."""
+    work = "claim(1, delegate=True)\nif os.fork(): os._exit(0)\nsay(os.environ['SAFE_GPU_SCOPE']); listen()"
+    orphan = child(CLAIM + work)
+    token = orphan.hear()
+    orphan.process.wait(30)
+    stranger = simulated_doors()
+    assert stranger.take_whole(UUIDS[0], (), token)
+    monkeypatch.setenv("SAFE_GPU_SCOPE", token)
+    taken = try_claim(1)
+    stranger.release()
+    orphan.tell()
+    assert taken == (1,)
+
+
 @pytest.mark.parametrize("where", ["removed", "other", "network"])
 def test_who_cannot_see_the_claim_around_is_inside_nothing(host, child, caplog, monkeypatch, where: str) -> None:
     with claim(2, delegate=True):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from support import api
 from support.claims import claim
+from support.state import simulated_doors
 
 PATIENCE = 60.0  # seconds, that only a hang reaches
 
@@ -163,6 +164,26 @@ def test_the_driver_is_asked_soon_at_first_and_then_rarely() -> None:
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 10
     for begin in times:
         assert sum(begin <= one < begin + 60 for one in times) <= 10
+
+
+def test_the_driver_is_asked_soon_again_when_other_gpus_are_free(host, monkeypatch, often_polled) -> None:
+    """What the driver shows of a GPU that another state directory freed may go a little later."""
+    first, second = simulated_doors(), simulated_doors()
+    assert first.take_whole(host.uuids[0], ())
+    calm_times = []
+
+    def pause(calm: float) -> float:
+        calm_times.append(calm)
+        if len(calm_times) == 6:
+            first.release()
+            assert second.take_whole(host.uuids[1], ())
+        if len(calm_times) == 12:
+            second.release()
+        return api.pause_between_polls(calm)
+
+    monkeypatch.setattr(api.search, "pause_between_polls", pause)
+    assert claim(2, only="0,1", timeout=PATIENCE).devices_taken == [0, 1]
+    assert min(calm_times[6:]) < calm_times[5] / 2
 
 
 def test_claims_are_asked_often_at_first_and_never_rarely() -> None:

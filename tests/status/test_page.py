@@ -415,3 +415,11 @@ def test_it_is_loaded_anew(opened: Opened, tmp_path: Path) -> None:
     window = opened(page({"old": host()}, every=0.2))
     (tmp_path / "gpus.html").write_text(page({"new": host()}))
     window.get_by_role("heading", name="new: 1 of 8 GPUs free").wait_for()
+
+
+def test_a_table_that_was_scrolled_stays_in_its_place(opened: Opened, tmp_path: Path) -> None:
+    window = opened(page({"old": host()}, every=1), 390)
+    window.get_by_role("group", name="GPUs", exact=True).evaluate("one => one.scrollTo(100, 0)")
+    (tmp_path / "gpus.html").write_text(page({"new": host()}))
+    window.get_by_role("heading", name="new: 1 of 8 GPUs free").wait_for()
+    assert window.get_by_role("group", name="GPUs", exact=True).evaluate("one => one.scrollLeft") == 100

@@ -38,6 +38,24 @@ def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tm
         api.state_dir_path()
 
 
+@needs_root
+def test_who_can_remove_the_entries_of_another_user(tmp_path: Path) -> None:
+    """The owner of a directory can remove what is in it, sticky bit or not. Root can anyhow."""
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    for owner, owner_of_claims, remover in (
+        (0, 0, None),
+        (FIRST, 0, None),
+        (SECOND, 0, SECOND),
+        (0, SECOND, SECOND),
+        (FIRST, SECOND, SECOND),
+    ):
+        os.chown(tmp_path, owner, -1)
+        os.chown(claims, owner_of_claims, -1)
+        assert api.remover_of(str(tmp_path), FIRST) == remover
+    assert api.remover_of(str(tmp_path / "missing"), FIRST) is None
+
+
 # How they are made
 
 

@@ -332,6 +332,13 @@ def test_what_can_never_be_together() -> None:
             api.check_possible(snapshot, api.parse_request(number, near=near))
 
 
+def test_a_name_that_may_be_of_an_instance_which_is_not_read() -> None:
+    unread = gpu(1, mig_enabled=True, unusable="its instances are not read here")
+    for card, says in ((unread, "; GPU 1: its instances are not read here"), (gpu(1), "GPU-01)")):
+        with pytest.raises(api.UnsatisfiableRequestError, match=rf"{re.escape(says)}$"):
+            api.check_possible(api.HostSnapshot((gpu(0), card)), api.parse_request(only="MIG-5c89852c"))
+
+
 def test_a_lost_gpu_may_come_back() -> None:
     host = api.HostSnapshot((gpu(0), gpu(1, lost=True), gpu(2, lost=True)))
     asked = api.parse_request(exclude="2")

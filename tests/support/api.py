@@ -95,6 +95,7 @@ from safe_gpu.coordination.directory import (
     Directory,
     SharedDirectory,
     make_directory,
+    remover_of,
     state_dir_path,
 )
 from safe_gpu.coordination.doors import MOST_PARTS, Doors, digest

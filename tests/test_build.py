@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support import api
-from support.real import REQUIRED, unavailable
+from support.real import REQUIRED, long, unavailable
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools" / "man_page.py"
@@ -151,6 +151,7 @@ def test_what_packs_programs_finds_every_module_of_the_command(tmp_path: Path) -
     assert modules - found == {"safe_gpu", *ENGINES}
 
 
+@long
 def test_a_zipapp_has_the_scripts_of_shells_and_the_page(tmp_path: Path, run_here: Any) -> None:
     shutil.copytree(ROOT / "safe_gpu", tmp_path / "app" / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
     archive = tmp_path / "safe-gpu.pyz"

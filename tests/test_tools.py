@@ -99,6 +99,7 @@ def test_a_python_without_the_package_is_told_which_to_use() -> None:
     assert ". .venv/bin/activate" in done.stderr
 
 
+@long
 def test_driver_calls_are_counted() -> None:
     if not (shutil.which("gcc") or shutil.which("cc")):
         pytest.skip("needs a C compiler, for the fake NVML")
@@ -154,6 +155,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
 CPUS = "import os, sys; open(sys.argv[1], 'a').write('run '); print('CPUs:', len(os.sched_getaffinity(0)))"
 
 
+@long
 @needs_two_cpus
 def test_only_one_kind_of_runs_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:p4d")

@@ -96,6 +96,7 @@ def test_what_is_no_plain_file_is_not_opened(
     assert precious.read_text() == "precious"
 
 
+@long
 def test_a_process_with_a_command_line_of_one_gib(
     used: Path, dgx: Any, entry_of: Any, check: Any, huge_process: int
 ) -> None:
@@ -153,8 +154,9 @@ def said(part: str, uuids: list[str]) -> bytes:
     return json.dumps({"v": 1, "pid": 1, **what}).encode()
 
 
+@long
 @needs_root
-@pytest.mark.parametrize("part", ["claims", pytest.param("queue", marks=long)])
+@pytest.mark.parametrize("part", ["claims", "queue"])
 def test_many_names_cost_little_under_host_lock(used: Path, dgx: Any, as_user: Any, part: str) -> None:
     """Dead entries for all GPUs, and nonsense. They are read before, and only their names are listed under it."""
     fill(used / part, [said(part, dgx.uuids), b"{", b"x" * 60_000], MANY)
@@ -252,8 +254,9 @@ def test_what_one_user_makes_costs_others_little(case: Case) -> None:
     assert is_little(case, costs[-1]), costs
 
 
+@long
 @needs_root
-@pytest.mark.parametrize("act", ["come before those that count", pytest.param("those that count go", marks=long)])
+@pytest.mark.parametrize("act", ["come before those that count", "those that count go"])
 def test_what_comes_and_goes_costs_a_waiter_little(state_dir: Path, act: str) -> None:
     """Of a user who has more than counts already."""
     crowd = Crowd(state_dir)
@@ -434,15 +437,18 @@ def many_gpus(number: int) -> bytes:
     return line(number, gpus=gpus, labels=gpus)
 
 
+def one_gpu_each(number: int) -> bytes:
+    return line(number, gpus=["a"], user=f"{number}", waited=1e9)
+
+
 @pytest.mark.parametrize(
     ("files", "write_line", "arguments"),
     [
-        (2, lambda number: line(number, ended=int(time.time())), ()),
-        (2, long_fields, ("--json",)),
-        (2, many_gpus, ("--by", "gpu")),
-        (1, lambda number: line(number, gpus=["a"], user=f"{number}", waited=1e9), ("--report", "year")),
+        pytest.param(2, lambda number: line(number, ended=int(time.time())), (), id="ends", marks=long),
+        pytest.param(2, long_fields, ("--json",), id="long fields"),
+        pytest.param(2, many_gpus, ("--by", "gpu"), id="GPUs", marks=long),
+        pytest.param(1, one_gpu_each, ("--report", "year"), id="waits", marks=long),
     ],
-    ids=["ends", "long fields", "GPUs", "waits"],
 )
 def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, write_line: Any, arguments: Any) -> None:
     def lines(first: int) -> Iterator[bytes]:

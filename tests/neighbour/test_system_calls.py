@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.real import long
 
 LIFE = """
 import os, subprocess, sys, safe_gpu
@@ -52,6 +53,7 @@ def offences(trace: str, state: str) -> list[str]:
     return [line for line, call in calls if call and is_offence(call[1], call[2].split(" = ")[0], state)]
 
 
+@long
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be the victim")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_no_path_into_the_state_directory_is_followed(state_dir: Path, tmp_path: Path, dgx: Any) -> None:

@@ -151,7 +151,7 @@ def written(state_dir: Path, dgx: Any, child: Any, entry_of: Any, as_user: Any) 
 
 @pytest.mark.parametrize(
     ("owner", "uid"),
-    [(0, THIRD), (NEIGHBOUR, 0), *(pytest.param(*pair, marks=long) for pair in [(0, 0), (NEIGHBOUR, THIRD)])],
+    [(NEIGHBOUR, 0), *(pytest.param(*pair, marks=long) for pair in [(0, THIRD), (0, 0), (NEIGHBOUR, THIRD)])],
 )
 def test_every_command(written: Path, shown: Callable[..., str], uid: int, owner: int, rules: Any) -> None:
     """Also where the state directory is the neighbour's, who may drain GPUs then."""

@@ -27,7 +27,9 @@ class Division(NamedTuple):
 MIG = Division("dgx-a100", ("mig 3g.40gb/2 40320 1g.10gb 9856",))
 AMD = Division("mi300x-cpx", ("partitions 8", "partitions 2"))
 INTEL = Division("max1550", ("functions 2",))
-ALL = pytest.mark.parametrize("division", [MIG, AMD, pytest.param(INTEL, marks=long)], ids=["MIG", "AMD", "Intel"])
+ALL = pytest.mark.parametrize(
+    "division", [MIG, *(pytest.param(other, marks=long) for other in (AMD, INTEL))], ids=["MIG", "AMD", "Intel"]
+)
 
 
 def until_held(party: Any) -> Any:

@@ -147,7 +147,7 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
         pytest.param("--host-lock on --shares --inside", marks=long),
         pytest.param("--host-lock off --shares --orphans", marks=long),
         "--host-lock off --shares --inside --directories",
-        pytest.param("--shares --networks", marks=NETWORKS),
+        pytest.param("--shares --networks", marks=[NETWORKS, long]),
     ],
 )
 def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way: str) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.real import REQUIRED
+from support.real import REQUIRED, long
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -33,7 +33,7 @@ def test_some_crash_points() -> None:
     CRASH_SEED and CRASH_SAMPLE choose other points, and more.
     """
     seed = os.environ.get("CRASH_SEED") or str(random.SystemRandom().randrange(10**6))
-    sample = os.environ.get("CRASH_SAMPLE", "50" if REQUIRED else "20")
+    sample = os.environ.get("CRASH_SAMPLE", "50" if REQUIRED else "8")
     done = run("crash_points.py", "--sample", sample, "--seed", seed)
     if done.returncode == 77:
         pytest.skip(done.stdout.strip())
@@ -42,6 +42,7 @@ def test_some_crash_points() -> None:
     assert ", 0 with violations" in done.stdout
 
 
+@long
 def test_the_schedule_of_a_fault_shows_it_again() -> None:
     scene, broken, fault = "unlocked", "no second listing", "GPU 0 is booked twice"
     done = interleave("--scene", scene, "--break", broken)
@@ -56,6 +57,7 @@ def test_the_schedule_of_a_fault_shows_it_again() -> None:
     assert intact in (0, 2), "the schedule is harmless, or there is no such one, where nothing is broken"
 
 
+@long
 def test_a_schedule_is_always_the_same() -> None:
     first, second = (interleave("--scene", "queue", "--replay", "A B C A!") for _ in range(2))
     assert first.returncode == 0, first.stdout + first.stderr

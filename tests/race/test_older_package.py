@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.real import unavailable
+from support.real import long, unavailable
 
 HERE = Path(__file__).parent
 FAKES = HERE.parent / "fakes"
@@ -52,7 +52,7 @@ def private_lock() -> Iterator[list[str]]:
             LOCK_DIRECTORY.rmdir()
 
 
-@pytest.mark.parametrize("scenario", ["side_by_side", "kept_out", "rush"])
+@pytest.mark.parametrize("scenario", ["side_by_side", "kept_out", pytest.param("rush", marks=long)])
 def test_old_and_new_claims(scenario: str, older_package: Path, private_lock: list[str], fake_gpus: Any) -> None:
     program = fake_gpus.directory / "bin" / "nvidia-smi"
     program.parent.mkdir()

@@ -17,11 +17,11 @@ PIECES_RACE = Path(__file__).parent / "pieces_race.py"
 SECONDS = os.environ.get("RACE_SECONDS") or ("6" if REQUIRED else "1")  # a broken build is caught within ten claims
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users and network namespaces")
 WAYS = [
-    "--host-lock on --shares --inside",
     "--host-lock off --shares --orphans",
     "--host-lock off --shares --inside --directories",
-    pytest.param("--host-lock unlinked --shares --inside --networks --users", marks=ROOT),
-    "--preset mi250x --work",
+    pytest.param("--host-lock on --shares --inside", marks=long),
+    pytest.param("--host-lock unlinked --shares --inside --networks --users", marks=[ROOT, long]),
+    pytest.param("--preset mi250x --work", marks=long),
     pytest.param("--preset mi300x-cpx --work --shares", marks=long),
     pytest.param("--processes 64 --gpus 8 --work", marks=long),
 ]
@@ -43,6 +43,7 @@ def test_nobody_collides(way: str) -> None:
     nobody_collides(*way.split())
 
 
+@long
 def test_nobody_collides_on_a_host_of_hip(tmp_path: Path, build_library: Callable[..., Path]) -> None:
     """HIP chooses by the variables, once in a process, and the kernel shows its use."""
     host = HipHost(tmp_path, build_library("hip.c", "libamdhip64.so"))
@@ -55,7 +56,7 @@ def test_nobody_collides_on_a_host_of_hip(tmp_path: Path, build_library: Callabl
     [
         pytest.param("--host-lock on --shares", marks=long),
         "--host-lock off --directories --shares",
-        pytest.param("--host-lock off --networks --shares", marks=ROOT),
+        pytest.param("--host-lock off --networks --shares", marks=[ROOT, long]),
     ],
 )
 def test_nobody_has_a_gpu_and_another_one_a_piece_of_it(vendor: str, way: str) -> None:
@@ -102,7 +103,7 @@ def test_two_users_share_a_state_directory(stage: Stage, umasks: tuple[int, int]
 @ROOT
 def test_two_users_make_the_state_directory_at_once(stage: Stage) -> None:
     """Neither finds the state directory, so both make it."""
-    for number in range(5):
+    for number in range(2):
         stage.renew(first_use=True)
         umasks = [(0o077, 0o022)[(one + number) % 2] for one in range(12)]
         racers = [

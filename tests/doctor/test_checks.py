@@ -303,15 +303,15 @@ def test_driver_pids_that_do_not_resolve(fake_gpus: Any, is_first: bool, monkeyp
     expect("ended processes", "passed")
     for number in (1, 2):
         fake_gpus.process(fake_gpus.uuids[number], 1 << 29, static=True)
+    host = api.CheckedHost()
     if is_first:
         said = f"GPU 1,2: process {1 << 29} has ended and the driver keeps its memory"
-        expect(
-            "ended processes", "warning", said, fix="reset the GPU if that lasts: look for Xid in dmesg, then `nvidia"
-        )
-        expect("visible processes", "passed")
+        fix = "reset the GPU if that lasts: look for Xid in dmesg, then `nvidia"
+        expect("ended processes", "warning", said, host, fix)
+        expect("visible processes", "passed", host=host)
     else:
-        expect("ended processes", "passed")
-        expect("visible processes", "warning", "1 of 2 processes")
+        expect("ended processes", "passed", host=host)
+        expect("visible processes", "warning", "1 of 2 processes", host)
 
 
 def test_a_claim_in_another_state_directory(dgx: Any) -> None:
@@ -330,9 +330,10 @@ def test_a_claim_in_another_state_directory(dgx: Any) -> None:
 
 def test_a_good_host_of_gpus(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
+    host = api.CheckedHost()
     for name in ("access to GPUs", "health of GPUs", "process lists"):
-        expect(name, "passed")
-    expect("GPU driver", "passed", "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB")
+        expect(name, "passed", host=host)
+    expect("GPU driver", "passed", "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB", host)
     fake_gpus.options(driver_version="535.54.03")
     expect("GPU driver", "warning", "wrong numbers")
 
@@ -358,11 +359,12 @@ def test_gpus_that_claims_take_last(fake_gpus) -> None:
     for number in (2, 5):
         fault = api.GpuFault(time.time(), "a claim failed")
         api.write_fault(os.environ["SAFE_GPU_DIR"], fake_gpus.uuids[number], fault)
-    detail = finding("health of GPUs").detail
+    host = api.CheckedHost()
+    detail = finding("health of GPUs", host).detail
     noted = r"taken last until \w+ \d\d:\d\d, since a claim failed there: a claim failed"
     ill = "taken last while a row of its memory is broken and could not be remapped"
     assert re.fullmatch(f"GPU 2 is {noted}; {ill}; GPU 5 is {noted}", detail)
-    expect("health of GPUs", "warning", "GPU 2", fix="safe-gpu drain")
+    expect("health of GPUs", "warning", "GPU 2", host, "safe-gpu drain")
 
 
 def test_no_gpus_and_no_driver(fake_gpus) -> None:
@@ -370,9 +372,10 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
     assert "shows no GPU" in finding("GPU driver").detail
     fake_gpus.options(init_error=9)
-    expect("GPU driver", "failed")
+    host = api.CheckedHost()
+    expect("GPU driver", "failed", host=host)
     for name in ("CUDA", "access to GPUs", "health of GPUs", "process lists"):
-        expect(name, "skipped")
+        expect(name, "skipped", host=host)
 
 
 @pytest.mark.parametrize(
@@ -418,25 +421,22 @@ def test_cuda_in_a_child(fake_gpus) -> None:
     assert re.match(r"failed\|CUDA could not be asked.*802", ask())
 
 
-def lists(fake_gpus, **variables: str) -> tuple[str, str, str]:
-    status, detail, fix = fake_gpus.python(ASK, "process lists", **variables).strip("\n").split("|")
-    return status, detail, fix
-
-
-def test_memory_of_nobody(fake_gpus) -> None:
+def test_memory_of_nobody(fake_gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus.change(2, used=600 << 20)
-    status, detail, fix = lists(fake_gpus)
-    assert (status, detail.startswith("GPU 2: 600 MiB of memory in use by no process")) == ("warning", True)
-    assert "SAFE_GPU_UNEXPLAINED_MEMORY" in fix
-    assert lists(fake_gpus, SAFE_GPU_UNEXPLAINED_MEMORY="1GiB")[0] == "passed"
+    fake_gpus.use_nvml_here()
+    found = finding("process lists")
+    assert (found.status, found.detail.startswith("GPU 2: 600 MiB of memory in use by no process")) == ("warning", True)
+    assert "SAFE_GPU_UNEXPLAINED_MEMORY" in found.fix
+    monkeypatch.setenv("SAFE_GPU_UNEXPLAINED_MEMORY", "1GiB")
+    expect("process lists", "passed")
 
 
-def test_lists_that_nobody_asks_for(fake_gpus) -> None:
+def test_lists_that_nobody_asks_for(fake_gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus.change(2, compute_error=3)
-    status, detail, fix = lists(fake_gpus)
-    assert (status, "GPU 2" in detail, "SAFE_GPU_PROCESS_LIST=optional" in fix) == ("failed", True, True)
-    status, detail, _ = lists(fake_gpus, SAFE_GPU_PROCESS_LIST="optional")
-    assert (status, "by its memory alone" in detail) == ("warning", True)
+    fake_gpus.use_nvml_here()
+    expect("process lists", "failed", "GPU 2", fix="SAFE_GPU_PROCESS_LIST=optional")
+    monkeypatch.setenv("SAFE_GPU_PROCESS_LIST", "optional")
+    expect("process lists", "warning", "by its memory alone")
 
 
 # Hosts with AMD GPUs, and with GPUs of both vendors

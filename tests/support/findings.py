@@ -14,6 +14,7 @@ from support.gpus import PACKAGE_ROOT
 from safe_gpu import doctor
 from safe_gpu.doctor import Check, CheckedHost
 from safe_gpu.drivers.simulated import find_preset
+from safe_gpu.settings.variables import is_simulated
 
 UUIDS = [gpu.uuid for gpu in find_preset("dgx-a100").gpus]
 
@@ -41,7 +42,13 @@ def expect(name: str, status: str, detail: str = "", host: CheckedHost | None = 
 
 
 def environment(**variables: str) -> CheckedHost:
-    return CheckedHost(environ=variables)
+    """The host of this process, as it is for one whose environment is these variables."""
+    host = CheckedHost(environ=variables)
+    if is_simulated(os.environ):  # otherwise a child asks first whether the driver answers
+        here = CheckedHost()
+        host.snapshot = here.snapshot
+        host.driver = here.driver
+    return host
 
 
 def in_namespace(

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 from support import api
+from support.real import long
 
 import safe_gpu
 from safe_gpu import demo
@@ -49,7 +50,9 @@ def watch_a_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     return watch
 
 
-@pytest.mark.parametrize(("preset", "racers"), [("mig-h100", 10), ("mi250x", 16), ("two-vendors", 8)])
+@pytest.mark.parametrize(
+    ("preset", "racers"), [("mig-h100", 10), pytest.param("mi250x", 16, marks=long), ("two-vendors", 8)]
+)
 def test_claims_exclude_each_other(watch_a_demo: Any, preset: str, racers: int) -> None:
     code, text = watch_a_demo(preset)
     assert (code, text.startswith(f"A race on a simulated host, {preset}: ")) == (0, True)

@@ -404,8 +404,10 @@ except safe_gpu.SafeGpuError as err:
 """
 
 
-@pytest.mark.parametrize("is_used", [False, True])
-@pytest.mark.parametrize("text", ["raise ModuleNotFoundError('No filelock', name='filelock')", "__version__ = '0.1'"])
+@pytest.mark.parametrize(
+    ("text", "is_used"),
+    [("raise ModuleNotFoundError('No filelock', name='filelock')", False), ("__version__ = '0.1'", True)],
+)
 def test_filelock_is_missing_or_too_old(text: str, is_used: bool, tmp_path: Path, dgx) -> None:
     """A claim names the package, and claims nothing; what only looks needs none."""
     if is_used:

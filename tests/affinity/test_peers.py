@@ -246,7 +246,7 @@ def cores_of(topology: api.HostTopology, share: Iterable[int]) -> set[frozenset[
     return {core for core in topology.cores if not core.isdisjoint(share)}
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     hosts(),
     st.sampled_from(api.MODES),

@@ -113,7 +113,7 @@ USERS, GPUS = st.sampled_from([ANNA, BEN]), st.sampled_from(["a", "b", "ab"])
 SHARES = st.sampled_from([None, None, 1, 2])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(USERS, GPUS, SHARES, st.integers(0, 2)) | st.integers(0, 9), max_size=30))
 def test_by_the_rule_no_gpu_has_two_users(steps: list[Any]) -> None:
     """But for a claim and those inside it."""

@@ -197,7 +197,7 @@ def test_nobody_waits_for_ever_and_no_gpu_idles_beside_a_first_that_fits(kinds: 
                 assert not want.fits(world.free(want))
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(seed=SEEDS)
 def test_who_uses_least_waits_for_one_request_of_each_other_user(seed: int) -> None:
     world = World(seed, SIMPLE)
@@ -295,7 +295,7 @@ def test_who_waits_for_a_piece_of_two_modes_waits_for_whoever_wants_another_mode
     assert newcomers_turn(waits_for(SECOND), queue, 4, uid=9, held=0) == 0.5
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.sets(st.sampled_from(range(len(DEVICES))), min_size=1), min_size=1, max_size=8), st.data())
 def test_turns_beside_pieces_are_as_by_the_definition(wanted: list[set[int]], data: Any) -> None:
     """At the front are those without a competitor ahead; of them a newcomer passes none that competes with it."""

@@ -96,7 +96,7 @@ SLICED = {"nvmlDeviceGetMigMode": [1, 1]}
     {**SLICED, "nvmlDeviceGetMaxMigDeviceCount": HUGE},
     {**SLICED, "nvmlDeviceGetMigDeviceHandleByIndex": Code(6)},
 )  # fmt: skip
-@examples(20)
+@examples(10)
 @given(answers())
 def test_what_it_answers(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, answered: dict[str, Any]) -> None:
     fake_gpus.use_nvml_here()
@@ -149,7 +149,7 @@ REPORTS = {
     (f"Failed: {TRICK * 20_000}", 9),
     *((REPORT.replace(old, new, 1), 0) for old, values in REPORTS.items() for new in values),
 )
-@examples(25)
+@examples(12)
 @given(broken_text(REPORT, WORDS), st.sampled_from([0, 1, 6, 255, -9]))
 def test_what_it_prints(monkeypatch: pytest.MonkeyPatch, report: str, code: int) -> None:
     with monkeypatch.context() as patch, bounded(), refusing() as refused:
@@ -295,7 +295,7 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
         tree,
         {},
     )  # fmt: skip
-    @examples(12)
+    @examples(6)
     @given(broken_tree(tree))
     def attack(files: Tree) -> None:
         plant(root, files)
@@ -327,7 +327,7 @@ def test_a_tree_of_cpus(root: Path) -> None:
         (changed(CPUS, numa_node="-1", local_cpulist=TRICK), "exclusive"),
         (changed(CPUS, information="GPU UUID: GPU-" + "a" * 100_000), "exclusive"),
     )  # fmt: skip
-    @examples(12)
+    @examples(6)
     @given(broken_tree(CPUS), st.sampled_from(["node", "socket", "exclusive", "core-complex", "unique_interleaved"]))
     def attack(files: Tree, mode: str) -> None:
         plant(root, files)
@@ -373,7 +373,7 @@ XML = (
     *((QSTAT, f"{os.uname().nodename} {number} q\n", "") for number in (DIGITS, "9" * 400, "\u0663")),
     (QSTAT, "", f"host_slots={DIGITS}"),
 )  # fmt: skip
-@examples(25)
+@examples(12)
 @given(broken_text(QSTAT, XML), broken_text(HOSTFILE), broken_text("host_slots=4\n"))
 def test_what_grid_engine_says(tmp_path_factory: Any, answer: str, hostfile: str, config: str) -> None:
     spool = tmp_path_factory.mktemp("spool")

@@ -100,7 +100,7 @@ def assert_entry(entry: api.Entry) -> None:
     {"since": math.nan, "until": math.inf},
     {"pid": 1e5, "v": True, "start": "\u0661"},
 )
-@examples(40)
+@examples(20)
 @given(broken_json(ENTRY))
 def test_an_entry(data: bytes) -> None:
     entry = read(data)
@@ -117,7 +117,7 @@ def test_an_entry(data: bytes) -> None:
     {"turn": math.nan},
     {TRICK: TRICK, "near": ["a"] * 60, "min_memory": "x" * 5000},
 )
-@examples(40)
+@examples(20)
 @given(broken_json(TICKET))
 def test_a_ticket(data: bytes) -> None:
     ticket = read(data)
@@ -135,7 +135,7 @@ def test_a_ticket(data: bytes) -> None:
 
 
 @with_classics(FAULT, {"error": TRICK}, {"when": math.nan}, {"when": 1e300})
-@examples(30)
+@examples(15)
 @given(broken_json(FAULT))
 def test_a_note_of_a_fault(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -159,7 +159,7 @@ ENDS = (ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended
 @with_classics(*CLAIMS)
 @with_classics(*ENDS)
 @example(b'{"v": 1' * 9000)
-@examples(60)
+@examples(30)
 @given(broken_json(CLAIM) | broken_json(ENDING) | broken_json(LOOKED))
 def test_a_line_of_the_history(data: bytes) -> None:
     with bounded():
@@ -202,7 +202,7 @@ DIGITS = "9" * 5000
         ("max_gpus", TRICK),
     )),
 )  # fmt: skip
-@examples(30)
+@examples(15)
 @given(broken_text(POLICY, ("[", "[user ", "]", "=", "[default]", "max_gpus", "\ufeff")))
 def test_a_policy(text: str) -> None:
     with bounded(), refusing() as refused:
@@ -235,7 +235,7 @@ BYTES = st.binary(max_size=80).map(lambda value: value.replace(b"\0", b",")) | s
 )
 
 
-@examples(8)
+@examples(4)
 @given(st.dictionaries(st.sampled_from(SHOWN), BYTES, max_size=3))
 @example({b"CUDA_VISIBLE_DEVICES": TRICK.encode()})
 @example({b"CUDA_VISIBLE_DEVICES": b"0," * 60_000, b"SAFE_GPU_BOUND": DIGITS.encode()})
@@ -291,7 +291,7 @@ def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
     {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "1", "FLUX_JOB_NNODES": "1", "CUDA_VISIBLE_DEVICES": "," * 100_000},
     *({"_CONDOR_JOB_AD": path, "_CONDOR_AssignedGPUs": "," * 100_000} for path in ("/dev/zero", "/proc/self/environ")),
 )
-@examples(50)
+@examples(25)
 @given(st.dictionaries(st.sampled_from(JOBS), VALUES, max_size=6))
 def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     with bounded():
@@ -320,7 +320,7 @@ def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, dgx: Any
             {"SGE_JOB_SPOOL_DIR": f"/x/active_jobs/{DIGITS}.1"}, {"SAFE_GPU_DRIVER": f"simulated:{TRICK}"},
         )),
     )  # fmt: skip
-    @examples(8)
+    @examples(4)
     @given(ENVIRONMENTS, VALUES)
     def attack(environ: dict[str, str], value: str) -> None:
         with monkeypatch.context() as patched:
@@ -362,7 +362,7 @@ def test_paths_that_name_anything(
     there = st.sampled_from([f"{base}{end}" for end in ("", "/file", "/link", "/loop", "/pipe", "/file/x", "//./x/..")])
 
     @with_examples(*(f"{base}/{name}" for name in ("x/" * 2000, "x" * 70_000, TRICK)))
-    @examples(10)
+    @examples(5)
     @given(there | below | st.sampled_from(ELSEWHERE))
     def attack(path: str) -> None:
         with monkeypatch.context() as patched:

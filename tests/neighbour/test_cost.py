@@ -483,12 +483,12 @@ def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(directory
     assert len(read) == 1 + api.history.LARGEST // 64
 
 
-def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
+def test_a_spreadsheet_runs_no_cell(directory: Path, run_here: Any) -> None:
     text = '=HYPERLINK("http://x","y")'
     facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
     write_for_all(directory / api.history.file_names(api.history.month_of(time.time()))[0], line(1, **facts))
     for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job"), ("--report", "month")):
-        done = command.run("history", "--csv", *arguments)
+        done = run_here("history", "--csv", *arguments)
         row = next(csv.DictReader(io.StringIO(done.stdout)))
         assert row.get("uid", "-1") == "-1"
         texts = [cell for key, cell in row.items() if key != "uid" and cell.strip("0123456789.")]

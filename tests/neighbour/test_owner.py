@@ -182,15 +182,15 @@ def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
 
 
 @pytest.mark.parametrize("look", ["status", "status --prometheus", "doctor", "history", "policy"])
-def test_who_looks_makes_nothing(state_dir: Path, dgx: Any, command: Any, look: str) -> None:
-    assert command.run(*look.split()).returncode in (0, 1)
+def test_who_looks_makes_nothing(state_dir: Path, dgx: Any, run_here: Any, look: str) -> None:
+    assert run_here(*look.split()).returncode in (0, 1)
     assert not state_dir.exists()
     state_dir.mkdir(mode=0o755)
-    assert command.run(*look.split()).returncode in (0, 1)
+    assert run_here(*look.split()).returncode in (0, 1)
     assert (os.listdir(state_dir), stat.S_IMODE(state_dir.stat().st_mode)) == ([], 0o755)
     with claim():
         shutil.rmtree(state_dir / "history")
-        assert command.run(*look.split()).returncode in (0, 1)
+        assert run_here(*look.split()).returncode in (0, 1)
         assert not (state_dir / "history").exists()
 
 

@@ -143,7 +143,7 @@ def reference(wants: Sequence[api.BackfillRequest], free: Mapping[str, float]) -
     return found
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(host=hosts())
 def test_in_any_state_the_rules_of_backfill_hold(host: tuple[list[api.BackfillRequest], dict[str, float]]) -> None:
     """Who has no competitor is not hindered, who can start is not passed, and who says nothing passes nobody."""

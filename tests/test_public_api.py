@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import api
+from support.real import long
 
 import safe_gpu
 from safe_gpu import errors
@@ -125,6 +126,7 @@ def test_a_command_that_is_called_as_a_function_is_named(name: str) -> None:
         safe_gpu.__getattr__(name)
 
 
+@long
 def test_a_misspelt_name_is_an_error_for_a_type_checker(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     program = tmp_path / "program.py"
@@ -416,10 +418,10 @@ def test_filelock_is_missing_or_too_old(text: str, is_used: bool, tmp_path: Path
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     sentence = "filelock is missing or too old ("
     for arguments, code, said in (
-        ("-m safe_gpu run -- true", 70, sentence), ("-m safe_gpu wait", 70, sentence),
+        ("-m safe_gpu run -- true", 70, sentence),
         ("-m safe_gpu doctor", 1, f"failed Python packages: {sentence}"),
-        ("-m safe_gpu status", 0, ": 8 of 8 GPUs free"), ("-m safe_gpu history", 0, ""),
-    ):  # fmt: skip
+        ("-m safe_gpu status", 0, ": 8 of 8 GPUs free"),
+    ):
         command = [sys.executable, *arguments.split()]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         shown = " ".join((done.stdout + done.stderr).split())

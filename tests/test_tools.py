@@ -71,6 +71,7 @@ def instance() -> Iterator[Any]:
         one.process.stderr.close()
 
 
+@long
 def test_the_second_instance_does_not_wait_for_the_first_ones_placeholder(instance: Any) -> None:
     first = instance("--id", "1", "--nb-gpus", "1", "--sleep", "1000")
     chosen = first.until("Set CUDA_VISIBLE_DEVICES=")  # and now it sleeps, with nothing on its GPU
@@ -204,6 +205,7 @@ def test_medians_pages_and_the_verdict(tool: Any) -> None:
     assert tool.verdict(arms, True)[3] == "nothing is compared: both kinds of runs may use the same CPUs (1)"
 
 
+@long
 def test_what_cannot_be_compared() -> None:
     for arguments, code, says in (
         ("--runs 1 -- false", 1, "a run ended with 1"),

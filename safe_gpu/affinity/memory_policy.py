@@ -70,7 +70,10 @@ def get_policy() -> MemoryPolicy | None:
         call_kernel(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
     except OSError:
         return None
-    nodes = [node for node in range(_BITS) if words[node // _WORD] >> node % _WORD & 1]
+    nodes: set[int] = set()
+    for number, word in enumerate(words):
+        if word:
+            nodes.update(number * _WORD + bit for bit in range(_WORD) if word >> bit & 1)
     return MemoryPolicy(mode.value, frozenset(nodes))
 
 

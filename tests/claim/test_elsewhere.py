@@ -357,7 +357,9 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-@pytest.mark.parametrize(("first", "directory"), [("rival", "other"), ("inside", "other"), ("rival", "state")])
+@pytest.mark.parametrize(
+    ("first", "directory"), [("rival", "other"), ("inside", "other"), pytest.param("rival", "state", marks=long)]
+)
 def test_of_two_that_find_what_is_left_one_gets_it(scene, first: str, directory: str, rival_wants) -> None:
     for loss in LOSSES:
         with scene(directory) as (around, rival, inside):
@@ -368,7 +370,9 @@ def test_of_two_that_find_what_is_left_one_gets_it(scene, first: str, directory:
 
 
 @KINDS
-@pytest.mark.parametrize("step", ["before the part", "after the part", "before the second listing"])
+@pytest.mark.parametrize(
+    "step", [pytest.param("before the part", marks=long), "after the part", "before the second listing"]
+)
 def test_wherever_the_claim_around_it_begins_to_die_while_one_inside_claims(scene, step: str, rival_wants) -> None:
     """The rival has another state directory, and so another host.lock."""
     for loss in LOSSES:

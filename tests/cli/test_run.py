@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support import api
+from support.real import long
 from support.terminals import Terminal
 
 USER = api.procfs.user_name(os.geteuid())
@@ -205,7 +206,9 @@ def test_a_waiter_says_once_for_whom_it_waits(command, dgx, eventually) -> None:
     eventually(lambda: dgx.tickets() == [])
 
 
-@pytest.mark.parametrize(("verb", "name"), [*(("run", name) for name in ENDS), ("wait", "TERM")])
+@pytest.mark.parametrize(
+    ("verb", "name"), [("run", "TERM"), ("run", "INT"), pytest.param("run", "HUP", marks=long), ("wait", "TERM")]
+)
 def test_a_waiter_that_is_told_to_end_leaves_nothing(command, dgx, verb: str, name: str) -> None:
     dgx.hold(*range(8))
     started, _ = waiting(command, dgx, verb=verb)
@@ -283,15 +286,22 @@ def test_on_a_terminal_it_says_so_at_once(command, terminal: Terminal) -> None:
     ("said", "config", "code"), [((), "", 73), ((), "100", 100), (("--refused-exit", 99), "100", 99)]
 )
 def test_what_a_scheduler_is_told_of_a_broken_host(
-    command, tmp_path: Path, rules, monkeypatch: pytest.MonkeyPatch, said: tuple[object, ...], config: str, code: int
+    command,
+    run_here,
+    tmp_path: Path,
+    rules,
+    monkeypatch: pytest.MonkeyPatch,
+    said: tuple[object, ...],
+    config: str,
+    code: int,
 ) -> None:
     if config:
         rules(f"[host]\nrefused_exit = {config}\n")
     monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "file"))
     (tmp_path / "file").touch()
-    assert command.run("run", *said, "--", "true").returncode == code
+    assert run_here("run", *said, "--", "true").returncode == code
     monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "state"))
-    assert command.run("run", "-n", 99, *said, "--", "true").returncode == 78  # the request is to blame
+    assert run_here("run", "-n", 99, *said, "--", "true").returncode == 78  # the request is to blame
     assert command.run("run", *said, "--", "sh", "-c", "exit 70").returncode == 70  # the command's own
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
+from support.real import long
 
 pytestmark = pytest.mark.container
 
 
+@long
 def test_a_claim_inside_holds_outside(podman, dgx, eventually) -> None:
     """By its entry alone: the container has a network of its own."""
     assert podman.claim(3) == "0,1,2"
@@ -53,12 +55,14 @@ def test_a_claim_outside_holds_inside(podman, dgx) -> None:
         assert inside.stderr == ""
 
 
+@long
 def test_two_containers(podman, dgx) -> None:
     assert podman.claim(5) == "0,1,2,3,4"
     refused = podman.safe_gpu("run", "-n", "4", "--timeout", "0", "--", "true")
     assert (refused.returncode, "in another container" in refused.stderr) == (75, True)
 
 
+@long
 def test_waiting_inside_for_a_claim_outside(podman, dgx, eventually) -> None:
     with claim(8):
         waiting = podman.start(sys.executable, "-m", "safe_gpu", "run", "--", "printenv", "CUDA_VISIBLE_DEVICES")
@@ -89,6 +93,7 @@ def test_the_claim_of_run_reaches_into_the_container(command, podman) -> None:
     assert done.stdout.split() == ["4,6", "PCI_BUS_ID"]
 
 
+@long
 def test_a_container_without_the_state_directory(podman, dgx) -> None:
     with claim(1):
         alone = podman.safe_gpu("run", "--", "printenv", "CUDA_VISIBLE_DEVICES", mount=False)
@@ -106,6 +111,7 @@ def test_doctor(podman, mount: bool) -> None:
     assert ("belongs to this container" in found["detail"]) == (not mount), found
 
 
+@long
 def test_gpus_by_their_cdi_names(command, podman, dgx) -> None:
     spec = Path("/var/run/cdi/safe-gpu-test.json")
     devices = [
@@ -127,6 +133,7 @@ def test_gpus_by_their_cdi_names(command, podman, dgx) -> None:
 # Fixes of ``doctor``, followed: then the check passes
 
 
+@long
 def test_a_container_of_podman_with_the_processes_of_the_host(podman: Any) -> None:
     def checked(*options: str) -> Any:
         found = json.loads(podman.safe_gpu("doctor", "--json", options=options).stdout)
@@ -141,6 +148,7 @@ def test_a_container_of_podman_with_the_processes_of_the_host(podman: Any) -> No
         assert "--pid=host" in option
 
 
+@long
 def test_a_container_with_the_state_directory_of_the_host(podman: Any, state_dir: Path) -> None:
     """It is made of an overlay, which the host's is not seen through."""
     api.setup.make(str(state_dir))

@@ -421,14 +421,12 @@ def test_cuda_in_a_child(fake_gpus) -> None:
     assert re.match(r"failed\|CUDA could not be asked.*802", ask())
 
 
-def test_memory_of_nobody(fake_gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_nobody(fake_gpus) -> None:
     fake_gpus.change(2, used=600 << 20)
     fake_gpus.use_nvml_here()
     found = finding("process lists")
     assert (found.status, found.detail.startswith("GPU 2: 600 MiB of memory in use by no process")) == ("warning", True)
     assert "SAFE_GPU_UNEXPLAINED_MEMORY" in found.fix
-    monkeypatch.setenv("SAFE_GPU_UNEXPLAINED_MEMORY", "1GiB")
-    expect("process lists", "passed")
 
 
 def test_lists_that_nobody_asks_for(fake_gpus, monkeypatch: pytest.MonkeyPatch) -> None:

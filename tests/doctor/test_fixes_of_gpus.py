@@ -54,7 +54,11 @@ def test_persistence_mode_makes_a_slow_driver_quick(fake_gpus: Any, fake_nvidia_
 
 @pytest.mark.parametrize(
     ("check", "change"),
-    [("access to GPUs", {"lost": 1}), ("health of GPUs", {"recovery": 1}), ("health of GPUs", {"util": 100})],
+    [
+        ("access to GPUs", {"lost": 1}),
+        ("health of GPUs", {"recovery": 1}),
+        pytest.param("health of GPUs", {"util": 100}, marks=long),
+    ],
 )
 def test_a_reset(fake_gpus: Any, fake_nvidia_smi: Any, check: str, change: dict[str, int]) -> None:
     fake_gpus.change(2, **change)
@@ -75,7 +79,7 @@ def test_a_reset_ends_what_ended_processes_hold(fake_gpus: Any, fake_nvidia_smi:
     assert finding("ended processes").status == "passed"
 
 
-@pytest.mark.parametrize("nth", [0, 1])
+@pytest.mark.parametrize("nth", [0, pytest.param(1, marks=long)])
 def test_a_driver_that_hangs(
     fake_gpus: Any, fake_nvidia_smi: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any, nth: int
 ) -> None:

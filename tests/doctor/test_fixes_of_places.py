@@ -12,6 +12,7 @@ import pytest
 from support import api
 from support.findings import UUIDS, environment, finding, in_namespace
 from support.forks import in_child
+from support.real import long
 from support.seccomp import needs_known_calls, refuse
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount and to act as other users")
@@ -27,7 +28,7 @@ def shell(line: str, cwd: Path | None = None) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("group", [0, 54321])
+@pytest.mark.parametrize("group", [pytest.param(0, marks=long), 54321])
 def test_a_proc_that_hides_processes(group: int) -> None:
     """It is remounted, or the user is taken into the group of the option."""
     hidden = f"mount -t proc -o hidepid=2,gid={group} none /proc"

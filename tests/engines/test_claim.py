@@ -265,7 +265,7 @@ class Watched(Scripted):
 ANSWERS = st.sampled_from([OK, OK, BUSY, BUSY, NEVER, GONE])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.lists(ANSWERS, max_size=4), min_size=1, max_size=5), st.sampled_from([None, 0, 10]))
 def test_no_claim_waits_for_a_host_while_it_holds_a_later_one(answers: list[Any], timeout: float | None) -> None:
     """So there is no cycle of claims that wait for each other. All hosts of a round are asked before one has answered,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.gpus import PACKAGE_ROOT, run_python
 from support.processes import free_port
-from support.real import REQUIRED
+from support.real import REQUIRED, long
 
 LOADER = Path(__file__).parent / "loader.py"
 PROGRAM = Path(__file__).parent / "rank.py"
@@ -30,7 +30,9 @@ def facts(directory: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda fact: fact["gpus"])
 
 
-@pytest.mark.parametrize(("method", "failing"), [("fork", 1), ("spawn", -1), ("forkserver", -1)])
+@pytest.mark.parametrize(
+    ("method", "failing"), [("fork", 1), pytest.param("spawn", -1, marks=long), ("forkserver", -1)]
+)
 def test_multiprocessing(tmp_path: Path, method: str, failing: int) -> None:
     """One of those that are forked fails once it has its GPU, which leaves nothing behind either."""
     run(PROGRAM, tmp_path, 4, method, failing)

@@ -393,7 +393,7 @@ LATE = 75
 CLAIM = "run -n 8 --timeout 0.2 -- true"
 
 
-def test_tricks_of_text(state_dir: Path, dgx: Any, child: Any, entry_of: Any, command: Any) -> None:
+def test_tricks_of_text(state_dir: Path, dgx: Any, child: Any, entry_of: Any, run_here: Any) -> None:
     """In the arguments of a holder, in entries and their names, in a ticket and in a note."""
     run = f"os.execlp('sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {TRICK * 200!r})"
     holder = child(f"import os\n{run}", says="held")
@@ -412,7 +412,7 @@ def test_tricks_of_text(state_dir: Path, dgx: Any, child: Any, entry_of: Any, co
     note = {"when": time.time(), "error": TRICK}
     (state_dir / "faults" / f"{dgx.uuids[5]}.{os.geteuid()}").write_text(json.dumps(note))
     for arguments in ("status", "status --json", "history", "doctor", CLAIM, "wait -n 8 --timeout 0.2"):
-        done = command.run(*arguments.split())
+        done = run_here(*arguments.split())
         text = done.stdout + done.stderr
         assert "evil" in text or "status" not in arguments
         assert_shown_safely(text)

@@ -146,7 +146,7 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param("--host-lock on --shares --inside", marks=long),
         pytest.param("--host-lock off --shares --orphans", marks=long),
-        "--host-lock off --shares --inside --directories",
+        pytest.param("--host-lock off --shares --inside --directories", marks=long),
         pytest.param("--shares --networks", marks=[NETWORKS, long]),
     ],
 )

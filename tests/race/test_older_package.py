@@ -52,7 +52,9 @@ def private_lock() -> Iterator[list[str]]:
             LOCK_DIRECTORY.rmdir()
 
 
-@pytest.mark.parametrize("scenario", ["side_by_side", "kept_out", pytest.param("rush", marks=long)])
+@pytest.mark.parametrize(
+    "scenario", ["side_by_side", *(pytest.param(scenario, marks=long) for scenario in ("kept_out", "rush"))]
+)
 def test_old_and_new_claims(scenario: str, older_package: Path, private_lock: list[str], fake_gpus: Any) -> None:
     program = fake_gpus.directory / "bin" / "nvidia-smi"
     program.parent.mkdir()

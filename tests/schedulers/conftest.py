@@ -203,11 +203,14 @@ class Cluster:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
+real = pytest.mark.skipif(
+    not REQUIRED, reason="needs SAFE_GPU_REQUIRE_REAL=1, as root: then tools/*_up.sh install and start schedulers here"
+)
+
+
 @contextmanager
 def bring_up(script: str, **settings: str) -> Iterator[Cluster]:
     """``bring_up("sge_up.sh", HOSTS="2")``: a running cluster, or a skip with the reason."""
-    if not REQUIRED:
-        pytest.skip(f"needs SAFE_GPU_REQUIRE_REAL=1, as root: then tools/{script} installs and starts a scheduler here")
     if os.geteuid() != 0:
         unavailable(f"needs root, to bring up a scheduler by tools/{script}")
     cluster = Cluster(script, **settings)

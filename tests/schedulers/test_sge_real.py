@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.real import BatchSystem
 
-from .conftest import bring_up, check_end
+from .conftest import bring_up, check_end, real
 
-pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300), real]
 
 HOST1, HOST2 = "sgehost", "sgehost2"
 ON_HOST1, ON_HOST2 = ("-q", f"all.q@{HOST1}"), ("-q", f"all.q@{HOST2}")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.real import BatchSystem, wait_for
 
-from .conftest import bring_up, check_end
+from .conftest import bring_up, check_end, real
 
-pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300), real]
 
 ON_NODE1 = ("-w", "n1")
 

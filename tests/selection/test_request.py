@@ -447,7 +447,7 @@ def hosts(draw: st.DrawFn) -> list[api.Gpu]:
     ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(hosts(), st.data(), st.frozensets(st.integers(0, 2)), st.frozensets(st.integers(0, 7).map(uuid), max_size=3))
 def test_as_good_as_brute_force(gpus: list[api.Gpu], data: st.DataObject, near: Any, last: frozenset[str]) -> None:
     count = data.draw(st.integers(1, len(gpus)))

@@ -146,7 +146,7 @@ ENDS = st.lists(st.tuples(TIMES, TIMES).map(lambda two: [min(two), max(two) + 0.
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(TIMES, st.sampled_from("ab"), ENDS), max_size=9), TIMES, st.randoms(use_true_random=False))
 def test_a_shorter_time_shows_a_part_of_the_same_claims(
     directory: Path, told: list[tuple[float, str, list[list[float]]]], since: float, random: Random

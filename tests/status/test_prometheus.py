@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support import api
 from support.claims import claim
 from support.processes import free_port
-from support.real import unavailable
+from support.real import long, unavailable
 
 NOW = 1_795_000_000.0
 CLAIM = api.Holder(7, "anna", since=NOW - 60, until=NOW + 60, utilization=40.0)
@@ -176,6 +176,7 @@ def answer(prometheus: str, query: str) -> list[Any]:
 
 
 @checkout
+@long
 def test_every_query_has_an_answer_in_a_real_prometheus(tmp_path: Path, eventually: Any) -> None:
     """It scrapes every metric."""
     path, address = program("prometheus"), f"127.0.0.1:{free_port()}"

@@ -382,10 +382,17 @@ def test_what_may_be_missing_or_added() -> None:
 # Packages that are missing or too old
 
 
-@pytest.mark.parametrize("text", ["raise ModuleNotFoundError('No pynvml', name='pynvml')", "__version__ = '0.1'"])
+MISSING, OLDER = "raise ModuleNotFoundError('No pynvml', name='pynvml')", "__version__ = '0.1'"
+
+
 @pytest.mark.parametrize(
-    ("driver", "line", "code"),
-    [("nvml", "run -- /bin/true", 70), ("nvml", "status", 70), ("auto", "wait", 69), ("auto", "status", 69)],
+    ("text", "driver", "line", "code"),
+    [
+        (MISSING, "nvml", "run -- /bin/true", 70),
+        (OLDER, "nvml", "status", 70),
+        (OLDER, "auto", "wait", 69),
+        (MISSING, "auto", "status", 69),
+    ],
 )
 def test_nvidia_ml_py_is_missing_or_too_old(text: str, tmp_path: Path, line: str, driver: str, code: int) -> None:
     """That nothing but the package is missing is known where NVML was chosen."""

@@ -44,8 +44,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None:
-    child(CLAIM + "say(claim(3)); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
+def test_two_state_directories_do_not_book_twice(host: Path, forked: Any) -> None:
+    forked(CLAIM + "say(claim(3)); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
     assert try_claim(5) == (3, 4, 5, 6, 7)
     with pytest.raises(NotEnoughGpusError, match="6 GPUs asked for, 5 free") as caught:
         claim(6)
@@ -56,9 +56,9 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
     assert not any(simulated_doors().are_taken(uuid, ()) for uuid in UUIDS[3:]), "the refused hold none"
 
 
-def test_the_first_report_of_a_wait_counts_all_that_are_held_elsewhere(host: Path, child: Any) -> None:
+def test_the_first_report_of_a_wait_counts_all_that_are_held_elsewhere(host: Path, forked: Any) -> None:
     """An attempt asks for doors only until too few GPUs are left."""
-    child(CLAIM + "say(claim(3)); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
+    forked(CLAIM + "say(claim(3)); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
 
     class FirstReportError(Exception):
         pass

@@ -240,12 +240,12 @@ owner.release_gpus()
 
 
 @pytest.fixture
-def sharing(child: Any) -> Any:
+def sharing(forked: Any) -> Any:
     """``sharing(1, share="20GiB")``: a process that holds these until it is told, and which GPUs it got."""
 
     def start(nb_gpus: int = 1, *, env: dict[str, str] | None = None, **options: Any) -> Any:
         options = {"nb_gpus": nb_gpus, **options}
-        started = child(f"OPTIONS = {options}\n{HOLD}", env=env or {})
+        started = forked(f"OPTIONS = {options}\n{HOLD}", env=env)
         started.devices = tuple(map(int, started.hear().split()))
         return started
 
@@ -268,7 +268,7 @@ def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, dgx: Any) ->
     assert caught.value.verdicts[0].state == "claimed"
     with pytest.raises(NotEnoughGpusError, match=r"promised to 1 claim .*60 left, 70 asked for"):
         claim(1, share="70GiB")
-    with pytest.raises(NotEnoughGpusError, match=f"claimed by process {whole.process.pid} "):
+    with pytest.raises(NotEnoughGpusError, match=f"claimed by process {whole.pid} "):
         claim(2, share="20GiB")
     assert safe_gpu.get_free_gpus() == []
     sharer.kill()
@@ -374,10 +374,10 @@ def test_a_share_cannot_delegate_nor_reach_across_hosts(dgx: Any) -> None:
     assert dgx.claims() == []
 
 
-def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, dgx: Any, eventually: Any) -> None:
+def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, forked: Any, dgx: Any, eventually: Any) -> None:
     """There is room for it, but it would delay the whole claim; if it ends in time it does not."""
     holder = sharing(8, share="20GiB", hold_for=3600)
-    whole = child('OPTIONS = {"nb_gpus": 8, "timeout": 60}\n' + HOLD)
+    whole = forked('OPTIONS = {"nb_gpus": 8, "timeout": 60}\n' + HOLD)
     eventually(lambda: len(api.waiting_tickets()) == 1)
     assert try_claim(1, share="20GiB") is None
     assert try_claim(1, share="20GiB", hold_for=7200) is None
@@ -401,11 +401,11 @@ def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
     assert told(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-0=20480M"
 
 
-def test_compute_instances_have_one_memory(fake_gpus: Any, sharing: Any) -> None:
+def test_compute_instances_have_one_memory(fake_gpus: Any, child: Any) -> None:
     """Two compute instances have 40 GiB together, and a third has 40 GiB of its own."""
     uuids = [fake_gpus.uuid("MIG", number) for number in range(3)]
     fake_gpus.write({"mig": 1, "instances": ",".join(uuids), "gi": "1,1,2", "ci": "0,1,0", "imem": 40 * GIB})
-    holder = sharing(only="0:0", env=fake_gpus.env)
+    holder = child('OPTIONS = {"only": "0:0"}\n' + HOLD, says="0", env=fake_gpus.env)
 
     def sibling(**options: str) -> Any:
         assert out_of_child(fake_gpus, f"out = claim(1, NoPlaceholder(), only='0:2', **{options})") == [0]

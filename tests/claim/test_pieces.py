@@ -379,12 +379,12 @@ listen()
 
 
 def test_a_claim_that_is_gone_by_its_name_is_in_the_way_until_it_ends(
-    host_of: Callable[[str], SimulatedHost], child: Callable[..., Any], eventually: Callable[..., None]
+    host_of: Callable[[str], SimulatedHost], forked: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     host = host_of("dgx-a100")
     card = host.idle.gpus[0].uuid
     host.divide(card, "mig 3g.40gb 40320 2g.20gb 19968")
-    holder = child(HOLD % ("0:1", None, None), "0:1")
+    holder = forked(HOLD % ("0:1", None, None), "0:1")
     host.divide(card, "whole")
     with pytest.raises(safe_gpu.NotEnoughGpusError) as caught:
         claim(only="0")
@@ -399,11 +399,11 @@ def test_a_claim_that_is_gone_by_its_name_is_in_the_way_until_it_ends(
         pass
 
 
-def test_shares_of_a_piece(host_of: Callable[[str], SimulatedHost], child: Callable[..., Any]) -> None:
+def test_shares_of_a_piece(host_of: Callable[[str], SimulatedHost], forked: Callable[..., Any]) -> None:
     host = host_of("dgx-a100")
     card = host.idle.gpus[0].uuid
     host.divide(card, "mig 3g.40gb 40320 2g.20gb 19968")
-    child(HOLD % ("0:0", None, "20GiB"), "0:0")
+    forked(HOLD % ("0:0", None, "20GiB"), "0:0")
     with claim(only="0:0", share="15GiB"):
         pass
     host.divide(card, "whole")
@@ -428,9 +428,11 @@ FREE_PIECES = [33, 34, 35, 36, 37, 38, 39, 40]
 
 
 @pytest.fixture
-def crowd(functions: SimulatedHost, make_doors: Callable[..., api.Doors], child: Callable[..., Any]) -> list[api.Doors]:
+def crowd(
+    functions: SimulatedHost, make_doors: Callable[..., api.Doors], forked: Callable[..., Any]
+) -> list[api.Doors]:
     """As many claims of pieces of its first card as can be: a share of piece 1 here, the others elsewhere."""
-    child(HOLD % ("1", None, "1GiB"), "1")
+    forked(HOLD % ("1", None, "1GiB"), "1")
     found = []
     for number in range(2, 33):
         doors = make_doors(functions.idle.name_prefix)

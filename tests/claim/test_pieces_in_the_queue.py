@@ -19,7 +19,7 @@ def divided(host_of: Callable[[str], Host]) -> Host:
 
 
 @pytest.fixture
-def holding(divided: Host, child: Callable[..., Any]) -> Callable[..., Any]:
+def holding(divided: Host, forked: Callable[..., Any]) -> Callable[..., Any]:
     """``holding(ONE, "1h")``: a process that has claimed this device and said for how long, until it is told."""
     code = """
 import safe_gpu
@@ -29,11 +29,11 @@ listen()
 owner.release_gpus()
 say("released")
 """
-    return lambda index, hold_for=None: child(code % (str(index), hold_for), "holds")
+    return lambda index, hold_for=None: forked(code % (str(index), hold_for), "holds")
 
 
 @pytest.fixture
-def waiting(divided: Host, child: Callable[..., Any], eventually: Callable[..., None]) -> Callable[..., Any]:
+def waiting(divided: Host, forked: Callable[..., Any], eventually: Callable[..., None]) -> Callable[..., Any]:
     """``waiting(CARD)``: a process that waits for this device and says that it has it."""
     code = """
 import safe_gpu
@@ -44,7 +44,7 @@ listen()
 
     def start(index: int) -> Any:
         before = len(api.waiting_tickets())
-        one = child(code % str(index))
+        one = forked(code % str(index))
         eventually(lambda: len(api.waiting_tickets()) > before)
         return one
 
@@ -93,7 +93,7 @@ def test_a_piece_is_lent_until_the_last_claim_ends_that_the_gpu_waits_for(holdin
 
 
 def test_a_ticket_that_finds_its_gpu_divided_is_made_again_at_its_place(
-    divided: Host, holding: Any, child: Callable[..., Any], eventually: Callable[..., None]
+    divided: Host, holding: Any, forked: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     """The new one says of which GPU the devices are pieces."""
     card = divided.idle.gpus[0].uuid
@@ -101,7 +101,7 @@ def test_a_ticket_that_finds_its_gpu_divided_is_made_again_at_its_place(
     holder = holding(CARD)
     others = ",".join(gpu.uuid for gpu in divided.idle.gpus[1:])
     options = f"1, safe_gpu.NoPlaceholder(), affinity=None, timeout=60, exclude={others!r}"
-    child(f"import safe_gpu\nsafe_gpu.GPUOwner({options})")
+    forked(f"import safe_gpu\nsafe_gpu.GPUOwner({options})")
     eventually(lambda: len(api.waiting_tickets()) == 1)
     (first,) = api.waiting_tickets()
     assert (set(first.gpus), first.pieces) == ({card}, {})

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import api
 from support.processes import free_port, program
+from support.real import long
 from support.terminals import Terminal
 
 USER = api.user_name(os.geteuid())
@@ -501,7 +502,7 @@ def test_many_hosts_are_not_all_named_and_quiet_names_none(there: Path, command:
     [
         ((), 0, "a\n"),
         (("--model", "4070"), 0, "b\n"),  # 78 on the other one
-        (("-n", 9), 78, ""),
+        pytest.param(("-n", 9), 78, "", marks=long),
     ],
 )
 def test_the_first_that_claims(command: Any, there: Path, words: tuple[object, ...], code: int, tried: str) -> None:

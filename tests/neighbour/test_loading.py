@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
-from support.real import REQUIRED
+from support.real import REQUIRED, long
 
 import safe_gpu
 
@@ -54,9 +54,9 @@ def planted(open_tmp: Path, build_library: Callable[..., Path]) -> Path:
         (0, "{planted}"),
         (NEIGHBOUR, "{planted}"),
         (NEIGHBOUR, "{planted.parent}"),  # root's and sticky, where everybody may put a library
-        (NEIGHBOUR, "{planted.parent}/down/.."),
+        pytest.param(NEIGHBOUR, "{planted.parent}/down/..", marks=long),
         (NEIGHBOUR, "$ORIGIN" + "/.." * 8 + "{planted}"),  # the loader puts the program's directory there
-        (NEIGHBOUR, "/$ORIGIN" + "/.." * 8 + "{planted}"),
+        pytest.param(NEIGHBOUR, "/$ORIGIN" + "/.." * 8 + "{planted}", marks=long),
     ],
 )
 def test_libraries_are_loaded_from_places_of_root_only(

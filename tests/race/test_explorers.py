@@ -33,7 +33,7 @@ def test_some_crash_points() -> None:
     CRASH_SEED and CRASH_SAMPLE choose other points, and more.
     """
     seed = os.environ.get("CRASH_SEED") or str(random.SystemRandom().randrange(10**6))
-    sample = os.environ.get("CRASH_SAMPLE", "50" if REQUIRED else "8")
+    sample = os.environ.get("CRASH_SAMPLE", "50" if REQUIRED else "5")
     done = run("crash_points.py", "--sample", sample, "--seed", seed)
     if done.returncode == 77:
         pytest.skip(done.stdout.strip())

@@ -14,7 +14,7 @@ from support.vendor_hosts import HipHost
 
 RACE = Path(__file__).parent / "entry_race.py"
 PIECES_RACE = Path(__file__).parent / "pieces_race.py"
-SECONDS = os.environ.get("RACE_SECONDS") or ("6" if REQUIRED else "1")  # a broken build is caught within ten claims
+SECONDS = os.environ.get("RACE_SECONDS") or ("4" if REQUIRED else "0.7")  # a broken build is caught within ten claims
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users and network namespaces")
 WAYS = [
     "--host-lock off --shares --orphans",

@@ -84,9 +84,9 @@ HOLD_ONE = CLAIM + "claim(1, NoPlaceholder(), only=0); say('held'); listen()\n"
 
 
 @pytest.fixture
-def holder(state_dir: Path, child):
+def holder(state_dir: Path, forked):
     """A process that has claimed GPU 0 and nothing else."""
-    return child(HOLD_ONE, says="held")
+    return forked(HOLD_ONE, says="held")
 
 
 def entries(state_dir: Path, kind: str = "claims") -> list[Path]:
@@ -215,9 +215,9 @@ def test_who_waits_inside_a_claim_is_told_apart_from_who_waits_for_free_gpus(dgx
     assert "     it is inside a claim, and waits for GPUs of that claim" in table(status)
 
 
-def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child) -> None:
+def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, forked) -> None:
     code = CLAIM + "claim(1, NoPlaceholder(), only=0, share='20GiB'); say('held'); listen()"
-    sharers = [child(code, says="held") for _ in range(2)]
+    sharers = [forked(code, says="held") for _ in range(2)]
     one = look().gpus[0]
     assert [(share.pid, share.share) for share in one.shares] == [(sharer.pid, 20 << 30) for sharer in sharers]
     assert (one.claim.pid, one.share_free) == (sharers[0].pid, 40 << 30)
@@ -340,11 +340,11 @@ def ticket(state_dir: Path):
 WAIT = CLAIM + "say('ready'); claim(N, NoPlaceholder(), timeout=None); say('held'); listen()"
 
 
-def test_who_waits_in_what_order(state_dir: Path, child, stop, eventually) -> None:
-    child(CLAIM + "claim(8, NoPlaceholder()); say('held'); listen()", says="held")
+def test_who_waits_in_what_order(state_dir: Path, forked, stop, eventually) -> None:
+    forked(CLAIM + "claim(8, NoPlaceholder()); say('held'); listen()", says="held")
     waiters = []
     for place, number in enumerate((4, 1, 2), 1):
-        waiters.append(child(WAIT.replace("N,", f"{number},")))
+        waiters.append(forked(WAIT.replace("N,", f"{number},")))
         eventually(lambda place=place: len(api.gather().queue) == place)
     stop(waiters[1].pid)
     status = look()

@@ -56,7 +56,7 @@ def words(lines: list[str]) -> list[str]:
     return [" ".join(line.split()) for line in lines]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(hosts, st.sampled_from([40, 80, 100, 200]))
 def test_no_line_is_too_wide_and_nothing_plays_tricks(status: api.HostStatus, width: int) -> None:
     text = api.render(status, width=width, color=False)

@@ -24,7 +24,7 @@ from .conftest import exchange
 
 OWNER = 4711
 PRIVATE = 0o100600
-RACE = 30.0 if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1" else 0.5  # seconds; tests run without the variable
+RACE = 10.0 if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1" else 0.5  # seconds; tests run without the variable
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be the victim")
 

@@ -83,7 +83,8 @@ class Driver:
         return snapshot
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
-        """Return the same poll with what only people look at: utilisation, and processes that only draw."""
+        """Return the same poll with what people look at, and conditions that need it: utilisation, and processes that
+        only draw."""
         return snapshot
 
     def examined(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:

@@ -101,8 +101,8 @@ class Gpu(NamedTuple):
         counts_reserved: whether ``memory_used`` includes what the driver reserves for itself (600 MiB and more).
         memory_shared: whether ``memory_used`` may belong to no process on the GPU: it is a NUMA node, where the page
             cache counts, or WSL2, where the Windows desktop does. Asked only where memory is unexplained.
-        utilization: percent of time in which a kernel ran; queried only for display and for signs of illness
-            (``Driver.detailed``, ``Driver.examined``).
+        utilization: percent of time in which a kernel ran; queried for display, for a condition of a claim and for
+            signs of illness (``Driver.detailed``, ``Driver.examined``).
         temperature: of the GPU's die, degrees Celsius; queried only for display, and told by NVIDIA's drivers only, as
             the next three are.
         fan: percent of its highest speed.

@@ -1,8 +1,9 @@
 """The job and the rank of this process, by the variables of its scheduler and its launcher.
 
-Slurm's are those of sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES", Flux's those of flux-environment(7), "JOB
-ENVIRONMENT", HTCondor's those of its manual, "Services for Running Jobs". Most versions of Grid Engine count GPUs but
-do not assign them, so the environment rarely has the number that a job asked for. The module ``gpu_count`` asks for it.
+Slurm's are those of sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES", PBS's those of qsub(1B), LSF's those of its
+reference, "Environment variables set for job execution", Flux's those of flux-environment(7), "JOB ENVIRONMENT",
+HTCondor's those of its manual, "Services for Running Jobs". Most versions of Grid Engine count GPUs but do not assign
+them, so the environment rarely has the number that a job asked for. The module ``gpu_count`` asks for it.
 """
 
 import os

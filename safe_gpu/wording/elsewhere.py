@@ -49,7 +49,7 @@ _HOW_LONG = Meant("hold_for", note="how long the GPUs will probably be held; {ti
 
 _ONLY = Meant("only", otherwise="gpus")
 
-_WORDS_OF: Mapping[Meant, str] = {
+WORDS_OF: Mapping[Meant, str] = {
     Meant(
         "nb_gpus", otherwise="gpus_per_node"
     ): "count gpu_count gpus gpus_per_node gpus_per_task how_many n n_gpu n_gpus nb_gpu ngpu ngpus nr_gpus "
@@ -90,8 +90,9 @@ _WORDS_OF: Mapping[Meant, str] = {
     ): "account nice p partition priority qos queue",
     Meant(note="claims have no names; safe-gpu status shows the command"): "J job_name name",
 }
+"""What other tools call each argument of a claim: words, each of which means one of them."""
 
-ARGUMENTS = {word: meant for meant, words in _WORDS_OF.items() for word in words.split()}
+ARGUMENTS = {word: meant for meant, words in WORDS_OF.items() for word in words.split()}
 """Word -> the argument of a claim that is meant. Those that choose GPUs by their index are left to :func:`meant_by`."""
 
 _BY_INDEX = r"[dgi]|cuda|(cuda_|use_|visible_)*(gpu|device|id|index|indice|only|ordinal)(_(id|index|indice))?s?"
@@ -145,7 +146,7 @@ def instead_of(name: str, known: Collection[str]) -> str:
 
 def _meant_by_argument(name: str) -> Meant | None:
     """Return what an argument of a claim of one process is for; None if there is none of this name."""
-    for meant in _WORDS_OF:
+    for meant in WORDS_OF:
         if meant.argument == name:
             return meant
     return None

@@ -146,9 +146,9 @@ def test_the_page_of_placeholders_has_a_row_for_each() -> None:
 
 def test_the_reference_has_the_option_of_each_condition() -> None:
     options = [api.as_option(condition.argument) for condition in api.CONDITIONS]
-    rows = section(REFERENCE, "Command line")
-    missing = [option for option in options if not re.search(rf"`{option}\b", rows)]
-    assert missing == [], f"add a row to the section 'Command line' of {REFERENCE}"
+    row, *_ = re.findall(r"^\| `safe-gpu run .*$", section(REFERENCE, "Command line"), re.MULTILINE)
+    missing = [option for option in options if not re.search(rf"`{option}\b", row)]
+    assert missing == [], f"name them in the row of `safe-gpu run` in the section 'Command line' of {REFERENCE}"
 
 
 def test_the_table_of_status_has_every_column_in_its_order() -> None:
@@ -197,6 +197,22 @@ def test_the_reference_has_every_argument_error_and_variable() -> None:
     assert read == set(api.VARIABLES), "the table of settings has the variables that the code names"
     untold = read - named_in_rows(section(REFERENCE, "Environment"))
     assert untold == set(), f"add a row to the section 'Environment' of {REFERENCE}"
+
+
+def test_the_changelog_names_what_is_new() -> None:
+    of_the_older_package = {"nb_gpus", "placeholder_fn", "logger", "debug_sleep"}
+    names = set(inspect.signature(safe_gpu.claim_gpus).parameters) - of_the_older_package
+    names |= {scheduler.name for scheduler in api.SCHEDULERS} - {"sge"}  # Grid Engine
+    names |= {name.removesuffix("Placeholder") for name in safe_gpu.__all__ if name.endswith("Placeholder")}
+    changes = PAGES["CHANGELOG.md"].read_text().lower()
+    missing = [name for name in names - {"Tensorflow"} if name.lower() not in changes]
+    assert missing == [], "add them to a line of CHANGELOG.md"
+
+
+def test_the_first_page_names_every_scheduler() -> None:
+    [row] = re.findall(r"^\| \[Batch jobs, launchers\].*", PAGES["README.md"].read_text(), re.MULTILINE)
+    missing = [scheduler.name for scheduler in api.SCHEDULERS if scheduler.name not in row.lower()]
+    assert missing == [], "add them to the row 'Batch jobs, launchers' of README.md"
 
 
 def named_in_rows(text: str) -> set[str]:

@@ -217,6 +217,16 @@ def test_cards_are_listed_in_bus_order(cards: IntelHost) -> None:
     }
 
 
+def test_a_simulated_card_reports_no_more_than_a_real_one(cards: IntelHost) -> None:
+    cards.gpu("0000:03:00.0", memory=16 * GIB)
+    driver = api.IntelDriver()
+    (real,) = driver.detailed(driver.snapshot()).gpus
+    simulated, *_ = api.find_preset("arc-a770").gpus
+    unknown = {field for field in api.Gpu._fields if getattr(real, field) is None}
+    assert {"utilization", "temperature"} <= unknown
+    assert [field for field in unknown if getattr(simulated, field) is not None] == []
+
+
 def test_who_is_on_a_card(cards: IntelHost) -> None:
     cards.gpu(ONE, memory=GIB)
     cards.gpu(TWO, memory=GIB)

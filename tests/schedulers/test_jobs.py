@@ -67,6 +67,7 @@ CASES: dict[str, api.JobContext] = {
     "SGE_TASK_ID=undefined SGE_JOB_SPOOL_DIR=/spool/execd/h1/active_jobs/1234.1": SGE_JOB,
     f"{SGE} SGE_HGR_gpu=1,3": SGE_JOB._replace(requested_gpus=2),  # Univa's resource map
     f"{SGE} SGE_HGR_accel=gpu0 SAFE_GPU_SGE_RESOURCE=accel": SGE_JOB._replace(requested_gpus=1),
+    "JOB_ID=1234 SGE_TASK_ID=5 SGE_ROOT=/var/lib/gridengine": SGE_JOB._replace(task_id=5),
     "JOB_ID=1234": api.JobContext(),  # of something else
     f"{FLUX} CUDA_VISIBLE_DEVICES=4,5 CUDA_DEVICE_ORDER=PCI_BUS_ID": FLUX_JOB._replace(requested_gpus=2),
     f"{FLUX} CUDA_VISIBLE_DEVICES=-1": FLUX_JOB._replace(requested_gpus=0),
@@ -89,6 +90,9 @@ CASES: dict[str, api.JobContext] = {
     "MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_RANK=5 PMI_SIZE=8": api.JobContext(local_rank=1, local_size=2),
     "PMI_RANK=1 PMI_SIZE=2": api.JobContext(local_rank=1),  # an old mpich
     "PBS_JOBID=12.head PBS_NGPUS=2": PBS_JOB._replace(requested_gpus=2),
+    "PBS_JOBID=12.head CUDA_VISIBLE_DEVICES=GPU-06223334,GPU-17223334": PBS_JOB._replace(
+        requested_gpus=2, own_list=True
+    ),
     "PBS_JOBID=12.head PBS_WALLTIME=3600": PBS_JOB._replace(walltime=3600),
     "PBS_JOBID=12[5].head PBS_ARRAY_INDEX=5": PBS_JOB._replace(task_id=5),
     "PBS_JOBID=12[].head PBS_ARRAYID=5": PBS_JOB._replace(task_id=5),  # Torque
@@ -113,6 +117,12 @@ CASES: dict[str, api.JobContext] = {
     "_CONDOR_JOB_AD=AD_WITHOUT": HTCONDOR_JOB,  # a pool that does not count GPUs
     "_CONDOR_JOB_AD=/nonexistent _CONDOR_SLOT=slot1_1": api.JobContext("htcondor"),
 }
+
+
+TITLES = {"sge": "Grid Engine"}  # of those whose pages do not call them by their names in entries
+WITHOUT_ARRAYS = {"flux"}
+
+EACH = pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
 
 
 def samples_of(scheduler: api.Scheduler) -> list[Environ]:
@@ -152,40 +162,73 @@ def undeclared(scheduler: api.Scheduler) -> set[str]:
     return {name for name in asked if not any(fnmatchcase(name, own) for own in scheduler.variables)}
 
 
-@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
-def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
-    """Samples in CASES, declared variables, which no test inherits, and a place on the page."""
+def told_in_samples() -> set[str]:
+    return {name for variables in CASES for name in env(variables)}
+
+
+@EACH
+def test_a_scheduler_has_samples(scheduler: api.Scheduler) -> None:
     samples = samples_of(scheduler)
     assert len(samples) > 1, f"write two samples of jobs of {scheduler.name} into CASES"
     assert all(scheduler.job(environ) for environ in samples)
-    with_number = [environ for environ in samples if api.current(environ).requested_gpus]
-    assert with_number or scheduler.lists_gpus, "no sample in CASES has a number of GPUs"
+    contexts = [context for context in CASES.values() if context.scheduler == scheduler.name]
+    with_number = [context for context in contexts if context.requested_gpus]
+    assert with_number, (
+        "write into CASES a job with GPUs, with its requested_gpus; a file that it names goes into FILES"
+    )
+    tasks = [context for context in contexts if context.task_id is not None]
+    assert tasks or scheduler.name in WITHOUT_ARRAYS, (
+        "write a task of an array into CASES, or the name into WITHOUT_ARRAYS"
+    )
+    of_lists = [environ for environ in samples if "CUDA_VISIBLE_DEVICES" in environ and number_of(environ)]
+    advice = "`lists_gpus` says that CUDA_VISIBLE_DEVICES has its GPUs: write such a job into CASES, or leave it out"
+    assert of_lists or not scheduler.lists_gpus, advice
+
+
+def number_of(environ: Environ) -> int | None:
+    return api.current(environ).requested_gpus
+
+
+@EACH
+def test_the_variables_of_a_scheduler_are_declared(scheduler: api.Scheduler) -> None:
+    """So that no test inherits them."""
     assert undeclared(scheduler) == set(), "declare in `others` what `job` or `context` reads besides"
     inherited = [name for name in scheduler.variables if not is_of_an_outer_job(name)]
     assert inherited == [], "the tests would inherit these variables from a job that they run in"
-    page = Path(schedulers.__file__).with_name("README.md").read_text()
-    assert re.search(rf"\b{scheduler.name}\b", page, re.IGNORECASE), "describe it on the schedulers' page"
-    for_readers = (*scheduler.requested_gpus, *scheduler.ends, *scheduler.walltime)
-    missing = [name for name in for_readers if f"`{name}`" not in page]
-    assert missing == [], "describe these variables on the schedulers' page"
 
 
-@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+@EACH
 def test_the_variables_of_a_scheduler_are_spelt_as_in_the_samples(scheduler: api.Scheduler) -> None:
     """A misspelt one is never set, and so counts as "not known"."""
-    told = {name for variables in CASES for name in env(variables)}
     of_job = (*scheduler.job_id, *scheduler.task_id, *scheduler.local_rank, *scheduler.requested_gpus)
     of_end = (*scheduler.ends, *scheduler.walltime)
-    unknown = [name for name in (*of_job, *of_end) if name not in told]
-    assert unknown == [], "no sample in CASES has these variables"
+    unknown = [name for name in (*of_job, *of_end) if name not in told_in_samples()]
+    assert unknown == [], "they are misspelt, or a sample in CASES lacks them"
 
 
-@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+@EACH
+def test_a_scheduler_is_described(scheduler: api.Scheduler) -> None:
+    title = TITLES.get(scheduler.name, scheduler.name)
+    manual = sys.modules[type(scheduler).__module__].__doc__
+    named = rf"(?i)\b{re.escape(title)}\b"
+    page = Path(schedulers.__file__).with_name("README.md").read_text()
+    number, _, rest = page.partition("\n**The end of the job**")
+    end, _, sections = rest.partition("\n## ")
+    rows = "".join(re.findall(r"^\|[^|]*\|", number, re.MULTILINE))
+    headings = " ".join(re.findall(r"^## .*", f"## {sections}", re.MULTILINE))
+    assert re.search(named, rows), "give it a row in the first table of the schedulers' page"
+    assert re.search(named, end), "say below 'The end of the job' there which variable has it, or that it is not asked"
+    assert re.search(named, headings), "describe it in a section there whose heading names it"
+    for_readers = (*scheduler.requested_gpus, *scheduler.ends, *scheduler.walltime)
+    missing = [name for name in for_readers if name in told_in_samples() and f"`{name}`" not in page]
+    assert missing == [], "say on the schedulers' page what these variables have"
+    assert re.search(named, manual or ""), "cite its manual in the docstring of safe_gpu/schedulers/job.py"
+
+
+@EACH
 def test_messages_name_the_variable_with_the_number(scheduler: api.Scheduler) -> None:
-    if scheduler.requested_gpus:
-        assert scheduler.number in scheduler.requested_gpus
-    else:
-        assert scheduler.number in ("", *scheduler.others)
+    possible = scheduler.requested_gpus or ("", *scheduler.others)
+    assert scheduler.number in possible, f"`number` is one of {possible}"
 
 
 def test_every_scheduler_is_in_the_table_once() -> None:
@@ -195,19 +238,19 @@ def test_every_scheduler_is_in_the_table_once() -> None:
     assert len({one.name for one in classes}) == len(classes)
 
 
-@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+@EACH
 def test_a_scheduler_knows_the_jobs_of_no_other(scheduler: api.Scheduler) -> None:
     """So their order in the table matters only where an environment has the variables of two."""
     others = [one for one in api.SCHEDULERS if one is not scheduler]
     strange = [environ for other in others for environ in samples_of(other) if scheduler.job(environ) is not None]
-    assert strange == []
+    assert strange == [], f"{scheduler.name} takes these jobs of others for its own: look for what only it sets"
 
 
-@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+@EACH
 def test_a_slurm_job_that_was_submitted_in_another_job_is_of_slurm(scheduler: api.Scheduler) -> None:
     """sbatch passes on the environment in which it is called, with the variables of that job: Slurm stands first."""
     for outer in samples_of(scheduler):
-        assert api.current({**outer, **env(SLURM)}).scheduler == "slurm"
+        assert api.current({**outer, **env(SLURM)}).scheduler == "slurm", "Slurm() stands first in SCHEDULERS"
 
 
 class NewScheduler(api.Scheduler):

@@ -30,6 +30,17 @@ SAMPLES: dict[str, Any] = {
     "prefer": "H100,A100",
 }
 
+# What a GPU has that meets the sample, and one that does not: only what the condition is about.
+MEETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "only": ({"index": 1}, {"index": 0}),
+    "exclude": ({"index": 3}, {"index": 2}),
+    "model": ({"name": "NVIDIA A100-SXM4-80GB"}, {"name": "NVIDIA A10"}),
+    "min_memory": ({"memory_free": 20 * GIB}, {"memory_free": 20 * GIB - 1}),
+    "max_utilization": ({"utilization": 10}, {"utilization": 11}),
+    "share": ({"memory_total": 24 * GIB}, {"memory_total": 20 * GIB - 1}),
+}
+WITHOUT_ONE = {"near", "prefer"}  # which of several GPUs are together, and which come first
+
 every = pytest.mark.parametrize("condition", api.CONDITIONS, ids=lambda condition: condition.argument)
 
 
@@ -53,10 +64,12 @@ def sample_of(condition: type[api.Condition]) -> Any:
 
 @every
 def test_a_condition_is_an_argument_and_an_option(condition: type[api.Condition]) -> None:
-    for claim in (claim_gpus, GPUOwner):
+    assert {"metavar", "help"} <= set(dir(condition)), "give it a metavar and a help"
+    assert condition.help % {}, "write %% for % in its help"
+    for claim in (GPUOwner, claim_gpus):
         parameters = inspect.signature(claim).parameters
-        assert condition.argument in parameters, f"{claim.__name__} needs this argument"
-        assert parameters[condition.argument].default in (None, ())
+        assert condition.argument in parameters, "add the argument to GPUOwner in safe_gpu/claim/owner.py"
+        assert parameters[condition.argument].default in (None, ()), "without it there is no condition: None or ()"
     parser = argparse.ArgumentParser()
     api.add_request(parser)
     option = api.as_option(condition.argument)
@@ -71,13 +84,20 @@ def test_a_condition_is_an_argument_and_an_option(condition: type[api.Condition]
 @every
 def test_claims_and_requests_take_values_of_the_same_types(condition: type[api.Condition]) -> None:
     of_claim = get_type_hints(GPUOwner.__init__).get(condition.argument)
-    assert of_claim == get_type_hints(api.Conditions).get(condition.argument)
+    advice = "give it in safe_gpu/claim/owner.py the type that it has in Conditions"
+    assert of_claim == get_type_hints(api.Conditions).get(condition.argument), advice
+
+
+def test_no_word_of_other_tools_means_two_arguments() -> None:
+    words = " ".join(api.words_elsewhere.WORDS_OF.values()).split()
+    twice = {word for word in words if words.count(word) > 1}
+    assert twice == set(), "they mean another argument already, in WORDS_OF of safe_gpu/wording/elsewhere.py"
 
 
 def test_each_condition_has_a_word_of_other_tools() -> None:
     meant = {one.argument for one in api.words_elsewhere.ARGUMENTS.values()}
     without = {condition.argument for condition in api.CONDITIONS} - meant
-    assert without == set(), "write into ARGUMENTS of safe_gpu/wording/elsewhere.py what other tools call it"
+    assert without == set(), "write into WORDS_OF of safe_gpu/wording/elsewhere.py what other tools call it"
 
 
 @every
@@ -140,16 +160,41 @@ def test_a_condition_needs_what_tells_the_fields_that_it_reads(
     condition.why_not_now(one)
     condition.groups([one])
     needed = {method for method, fields in told_later.items() if fields & one.read}
-    assert needed == {condition.needs} - {""}
+    advice = (
+        f"it reads {sorted(one.read)}, some of which only these methods of the driver tell: name the one in `needs`"
+    )
+    assert needed == {condition.needs} - {""}, advice
+
+
+@every
+def test_a_gpu_that_meets_a_condition_and_one_that_does_not(condition: type[api.Condition]) -> None:
+    if condition.argument in WITHOUT_ONE:
+        return
+    advice = f"write into MEETS of {__file__} what a GPU has that meets the sample, and one that does not"
+    assert condition.argument in MEETS, advice
+    good, bad = [gpu(**{"index": 0, **fields}) for fields in MEETS[condition.argument]]
+    (asked,) = api.parse_request(1, **{condition.argument: sample_of(condition)}).conditions
+    asked = asked.resolved([gpu(index) for index in range(4)])
+    assert why_not(asked, good) == ""
+    assert why_not(asked, bad) != ""
+
+
+def why_not(asked: api.Condition, device: api.Gpu) -> str:
+    return asked.why_outside(device) or asked.why_unknowable(device) or asked.why_not_now(device)
 
 
 @every
 def test_nobody_waits_for_a_fact_that_the_driver_does_not_report(condition: type[api.Condition]) -> None:
     unknown = gpu(0)
     (asked,) = api.parse_request(1, **{condition.argument: sample_of(condition)}).conditions
+    never = asked.why_outside(unknown) or asked.why_unknowable(unknown)
     if asked.why_not_now(unknown):
-        never = asked.why_outside(unknown) or asked.why_unknowable(unknown)
         assert never, "say in `why_unknowable` that the fact is not reported: claims would wait until their timeout"
+    if asked.why_unknowable(unknown):
+        with api.on_command_line():
+            assert api.as_option(condition.argument) in asked.why_unknowable(unknown), "name it by style.option()"
+        is_refused = asked.why_not_now(unknown) or condition is api.Share  # whose room is judged with its sharers
+        assert is_refused, "let `why_not_now` refuse a GPU of which the fact is not known: a later poll may lack it"
 
 
 @every
@@ -158,7 +203,10 @@ def test_what_changes_stands_in_the_ticket(condition: type[api.Condition]) -> No
     changes = condition.why_not_now is not api.Condition.why_not_now or condition.groups is not api.Condition.groups
     changes = changes or condition is api.Share  # judged with the claims that share the GPU
     asked = api.parse_request(2, **{condition.argument: sample_of(condition)})
-    assert changes == bool(asked.ticket), f"set `ticketed = {changes}`"
+    advice = "leave `ticketed` out: nothing of it changes. What changes with time belongs into `why_not_now`"
+    if changes:
+        advice = "set `ticketed = True`"
+    assert changes == bool(asked.ticket), advice
     said = json.loads(json.dumps(dict(asked.ticket)))
     assert api.Selection.from_ticket(2, said.items()) == (api.Selection(2, asked.conditions if changes else ()), True)
 
@@ -187,6 +235,13 @@ SENSELESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "min_memory": (("", "GiB", "20 potatoes", "-1G", "1e9", "20Gi B", -1, 2.5, True), "a size such as '20GiB'"),
     "share": (("0%", "101%", "-5%", "%", "²%"), "give percent from 1 to 100, such as '25%'"),
 }
+
+
+@every
+def test_numbers_out_of_range_are_tried(condition: type[api.Condition]) -> None:
+    (asked,) = api.parse_request(1, **{condition.argument: sample_of(condition)}).conditions
+    if isinstance(asked.value, int):
+        assert condition.argument in SENSELESS, "write values just out of its range into SENSELESS of this file"
 
 
 @pytest.mark.parametrize("argument", SENSELESS)

@@ -257,6 +257,11 @@ def find_preset(name: str) -> Preset:
     return Preset(name, cpus, cards, linked="linked" in words)
 
 
+# Of an idle GPU, by its vendor. The drivers of some do not report it.
+_UTILIZATION = {"nvidia": 0, "amd": 0, "intel": None}
+_TEMPERATURE = {"nvidia": 34, "amd": None, "intel": None}
+
+
 def _read_cards(name: str, mib: str, places: str, more: str = "") -> list[Card]:
     """Return the cards of a line of the table, which are of one model.
 
@@ -282,17 +287,14 @@ def _read_cards(name: str, mib: str, places: str, more: str = "") -> list[Card]:
         address, _, node = place.partition(":")
         names = _names(name, address)
         vendor = vendor_of(names.uuid)
-        utilization: int | None = 0
-        if vendor == "intel":  # its driver does not report it
-            utilization = None
         gpu = Gpu(
             index=0,
             uuid=names.uuid,
             name=name,
             pci_bus_id=names.bus_id,
             numa_node=int(node),
-            utilization=utilization,
-            temperature=34,
+            utilization=_UTILIZATION[vendor],
+            temperature=_TEMPERATURE[vendor],
             display_active=has_display,
             place=names.place,
             vendor=vendor,

@@ -275,7 +275,13 @@ def test_what_pip_is_to_install_is_what_the_package_says() -> None:
     assert "ray>=2.40" in extras
 
 
-@pytest.mark.parametrize("kind", ["PytorchPlaceholder", "CupyPlaceholder", "JaxPlaceholder", "TensorflowPlaceholder"])
+OF_FRAMEWORKS = {name for name in safe_gpu.__all__ if name.endswith("Placeholder")} - {
+    *("CudaPlaceholder", "NoPlaceholder"),
+    "PyCudaPlaceholder",  # it imports a module inside the package
+}
+
+
+@pytest.mark.parametrize("kind", sorted(OF_FRAMEWORKS))
 def test_a_framework_that_is_installed_or_left_out(kind: str, dgx: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The module that a package of this name brings is imported then."""
     with monkeypatch.context() as patch:

@@ -209,22 +209,34 @@ def test_each_placeholder_and_each_framework_has_its_stand_in() -> None:
     assert set(FRAMEWORKS) == set(STAND_INS) - {api.CudaPlaceholder}, "each framework has its row in FRAMEWORKS"
 
 
+@pytest.mark.parametrize("kind", FRAMEWORKS, ids=lambda kind: kind.__name__)
+def test_the_placeholder_of_a_framework_says_what_it_does(kind: type[Any]) -> None:
+    assert issubclass(kind, api.placeholders.Base)
+    assert "release" in vars(kind), "override release(), which frees nothing otherwise"
+    assert kind.__doc__, "say in the class what holds the GPU"
+    assert kind.release.__doc__, "say in release() what is freed and what stays"
+
+
 @pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
 def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, monkeypatch: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     placeholder = make(kind, gpus, monkeypatch, logging.getLogger("mine"))
     assert make(kind, gpus, monkeypatch).logger is logging.getLogger("safe_gpu")
     api.placeholders.prepare(placeholder)
-    assert not gpus.initialized
+    assert not gpus.initialized, "prepare() only imports: the GPUs are not chosen yet"
     assert api.placeholders.holds_gpu(placeholder)
     things = []
     for device_no in (0, 1):
         things.append(api.placeholders.allocate(placeholder, device_no))
-        assert gpus.busy() == [0, 1][: device_no + 1]
+        assert gpus.busy() == [0, 1][: device_no + 1], "the allocation is to be on the GPU with this number"
     for device_no in (0, 1):
         api.placeholders.release(placeholder, things[device_no])
-        assert gpus.busy() == ([0, 1] if kind is api.placeholders.TensorflowPlaceholder else [1][device_no:])
+        left = [1][device_no:]
+        if kind is api.placeholders.TensorflowPlaceholder:
+            left = [0, 1]  # it gives nothing back
+        assert gpus.busy() == left, "release() frees this object while others still refer to it, and no other one"
     assert {record.name for record in caplog.records} <= {"mine"}, "the logger that was given"
+    assert caplog.records or kind is api.CudaPlaceholder, "release() logs what was freed and what stays"
 
 
 @pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
@@ -242,8 +254,9 @@ def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monk
         assert caught.value.device_no == 1
         assert gpus.busy() == []
     gpus.failure = None
-    with pytest.raises(api.PlaceholderError, match="claim first"):
+    with pytest.raises(api.PlaceholderError) as caught:
         placeholder(2)
+    assert "claim first" in str(caught.value), "its words are none that safe_gpu/runtimes/causes.py knows"
 
 
 @pytest.mark.parametrize("kind", FRAMEWORKS, ids=lambda kind: kind.__name__)
@@ -260,7 +273,8 @@ def test_a_framework_that_is_missing_or_broken(kind: type[Any], monkeypatch: pyt
         message = str(caught.value)
         if failure is missing:
             assert type(caught.value) is api.MissingPackageError
-            assert message.startswith(f"{kind.__name__} needs {module}, which is not installed: {install}, or leave ")
+            told = f"{kind.__name__} needs {module}, which is not installed: {install}, or leave "
+            assert message.startswith(told), "compare _module and _install of the class with its row in FRAMEWORKS"
         else:
             assert type(caught.value) is api.PlaceholderError
             assert "cannot import" in message

@@ -18,7 +18,7 @@ from safe_gpu.status.page import render_page  # noqa: E402
 PICTURES = ROOT / ".github" / "pictures"
 ALL_HOSTS = ("status", "--all-hosts", "--sort", "free")
 TERMINALS = {"status-80": (80, ("status",)), "status-120": (120, ("status",)), "hosts-100": (100, ALL_HOSTS)}
-PAGES = {"wide": (1400, 540), "telephone": (390, 1020)}  # pixels
+PAGES = {"wide": (1700, 540), "telephone": (390, 1020)}  # pixels
 
 
 def page_as_svg(width: int, height: int) -> str:
@@ -53,7 +53,7 @@ def terminal_as_svg(text: str, columns: int, words: tuple[str, ...]) -> str:
 if __name__ == "__main__":
     os.environ["TZ"] = "UTC"
     time.tzset()
+    for name, (width, words) in TERMINALS.items():  # first: they need rich
+        (PICTURES / f"{name}.svg").write_text(terminal_as_svg(screen(width, words), width, words))
     for name, size in PAGES.items():
         (PICTURES / f"page-{name}.svg").write_text(page_as_svg(*size))
-    for name, (width, words) in TERMINALS.items():
-        (PICTURES / f"{name}.svg").write_text(terminal_as_svg(screen(width, words), width, words))

@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from xml.etree import ElementTree
 
 import pytest
@@ -282,6 +282,48 @@ CELLS = {
 RIGHT = {column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER) if column.right} - {"MEMORY"}
 
 
+def all_titles() -> list[str]:
+    return [column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)]
+
+
+def test_each_column_has_its_cell() -> None:
+    """One whose text is never put into a row is empty in all, and so never shown."""
+    missing = set(all_titles()) - set(CELLS)
+    assert missing == set(), "write into CELLS of this file what they show of the GPU of the test below"
+    assert set(CELLS) - set(all_titles()) == {"NEW"}, "give it a GpuColumn"
+
+
+def test_titles_are_single_words() -> None:
+    """Columns are told apart by their titles."""
+    titles = all_titles()
+    assert [title for title in titles if titles.count(title) > 1] == []
+    assert [title for title in titles if not re.fullmatch("[A-Z/]+", title)] == [], "one word of capital letters"
+
+
+def test_columns_are_left_out_one_by_one() -> None:
+    at_all_widths = {"GPU", "STATE", "MEMORY", "UTIL", "USER"}
+    ranks = {column.title: column.left_out for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)}
+    without = {title for title, rank in ranks.items() if rank is None}
+    assert without == at_all_widths, "give each other column a rank `left_out`"
+    given = [rank for rank in ranks.values() if rank is not None]
+    of_two = [title for title, rank in ranks.items() if given.count(rank) > 1]
+    assert of_two == [], "each has a rank of its own: move the others in safe_gpu/status/table.py"
+
+
+def test_numbers_stand_on_the_right() -> None:
+    numbers = [column for column in api.COLUMNS_OF_GPU if CELLS.get(column.title, "")[:1].isdigit()]
+    assert [column.title for column in numbers if not column.right] == [], "set `right=True`"
+
+
+def test_a_number_that_is_0_is_known() -> None:
+    numbers = {field for field, hint in get_type_hints(api.Gpu).items() if hint == int | None}
+    zero = WARM._replace(**dict.fromkeys(numbers - {"memory_total", "mig_instance", "power_limit"}, 0), power_limit=400)
+    titles, row = shown(host(62.0, api.GpuStatus(zero, "free")), 200, verbose=True)[3:5]
+    assert "-" not in row.split(), titles
+    of_numbers = [column.title for column in api.COLUMNS_OF_GPU if re.search("[0-9]", CELLS[column.title])]
+    assert [title for title in of_numbers if title not in titles.split()] == [], "0 is a value: only None is not known"
+
+
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("group", ["COLUMNS_OF_GPU", "COLUMNS_OF_USER"])
 def test_a_column_can_be_put_anywhere(monkeypatch: pytest.MonkeyPatch, group: str, right: bool) -> None:
@@ -295,7 +337,8 @@ def test_a_column_can_be_put_anywhere(monkeypatch: pytest.MonkeyPatch, group: st
     for place in range(len(columns) + 1):
         monkeypatch.setattr(f"safe_gpu.status.table.{group}", (*columns[:place], new, *columns[place:]))
         titles, row = shown(status, 200, verbose=True)[3:5]
-        assert sorted(titles.split()) == sorted(CELLS)
+        missing = set(CELLS) - set(titles.split())
+        assert missing == set(), "not shown: its text in _gpu_row of safe_gpu/status/rows.py, or its value in this GPU"
         for title, cell in CELLS.items():
             begin = titles.index(title)
             if title in right_titles:
@@ -304,22 +347,6 @@ def test_a_column_can_be_put_anywhere(monkeypatch: pytest.MonkeyPatch, group: st
         painted = api.render(status, width=200, color=True)
         for cell in ("\x1b[36mclaimed\x1b[0m", "\x1b[36m█████\x1b[0m\x1b[2m░░░░░\x1b[0m 42/80G", "\x1b[1m 95%\x1b[0m"):
             assert cell in painted
-
-
-def test_each_column_has_its_cell() -> None:
-    """One whose text is never put into a row is empty in all, and so never shown."""
-    titles = {column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)}
-    assert titles - set(CELLS) == set(), "write into CELLS what they show of the GPU of the test above"
-
-
-def test_titles_are_single_words_and_ranks_differ() -> None:
-    """Columns are told apart by their titles, and those that are left out go one by one."""
-    columns = [*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER]
-    titles = [column.title for column in columns]
-    ranks = [column.left_out for column in columns if column.left_out is not None]
-    assert len(set(titles)) == len(titles)
-    assert [title for title in titles if not re.fullmatch("[A-Z/]+", title)] == []
-    assert len(set(ranks)) == len(ranks)
 
 
 def test_a_text_replaces_the_cells_about_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +403,8 @@ def test_the_pictures_are_of_today(in_a_terminal: None, name: str) -> None:
     """``python tools/picture.py`` draws them anew."""
     width, words = picture.TERMINALS[name]
     expected = f"$ safe-gpu {' '.join(words)}\n{made_up.screen(width, words, NO_COLOR='1')}"
-    assert text_of(picture.PICTURES / f"{name}.svg").rstrip() == expected.rstrip()
+    is_of_today = text_of(picture.PICTURES / f"{name}.svg").rstrip() == expected.rstrip()
+    assert is_of_today, "draw it anew with python tools/picture.py, which needs rich, and look at it"
 
 
 # How long a claimed GPU has shown no work

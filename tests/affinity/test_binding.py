@@ -258,6 +258,16 @@ def memory_node() -> int:
     return min(int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit())
 
 
+def test_nodes_of_a_policy_are_read_from_all_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(which: int, mode: Any, words: Any, *more: object) -> None:
+        words[0], words[2] = 0b101, 1
+
+    monkeypatch.setattr(api.memory_policy, "call_kernel", answer)
+    policy = api.memory_policy.get_policy()
+    assert policy is not None
+    assert policy.nodes == {0, 2, 128}
+
+
 def test_memory_policy_is_set_inherited_and_given_back(memory_node: int) -> None:
     def child() -> Any:
         before = api.memory_policy.get_policy()

@@ -444,9 +444,9 @@ def one_gpu_each(number: int) -> bytes:
 @pytest.mark.parametrize(
     ("files", "write_line", "arguments"),
     [
-        pytest.param(2, lambda number: line(number, ended=int(time.time())), (), id="ends"),
+        pytest.param(2, lambda number: line(number, ended=int(time.time())), (), id="ends", marks=long),
         pytest.param(2, long_fields, ("--json",), id="long fields", marks=long),
-        pytest.param(2, many_gpus, ("--by", "gpu"), id="GPUs", marks=long),
+        pytest.param(2, many_gpus, ("--by", "gpu"), id="GPUs"),
         pytest.param(1, one_gpu_each, ("--report", "year"), id="waits", marks=long),
     ],
 )

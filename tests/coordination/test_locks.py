@@ -41,10 +41,10 @@ def locked(seconds: float | None = 30.0) -> Iterator[api.Host]:
             yield host
 
 
-def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Path, child, eventually) -> None:
+def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Path, forked, eventually) -> None:
     assert api.living_claims() == []
     assert not state_dir.exists(), "who reads makes no directory"
-    holder = child(HOLD, says="held")
+    holder = forked(HOLD, says="held")
     eventually(lambda: not api.procfs.is_running(holder.pid))  # else the host may be overloaded
     numbers = random.getstate()
     with pytest.raises(errors.LockTimeout) as caught, locked(0):
@@ -64,8 +64,8 @@ def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Pa
 
 
 @pytest.mark.parametrize("held_by", ["others in turn", "one that gets no CPU"])
-def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypatch, held_by: str) -> None:
-    holder = child(HOLD, says="held")
+def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, forked, monkeypatch, held_by: str) -> None:
+    holder = forked(HOLD, says="held")
     if held_by == "others in turn":
         in_turn = Mock(side_effect=[[holder.pid], [os.getppid()]] * 3)
         monkeypatch.setattr(

@@ -358,8 +358,8 @@ say("queued")
 """
 
 
-def test_the_dead_fall_out_though_a_forked_child_lives_on(state_dir: Path, join: Join, child: Any) -> None:
-    dead = child(WAIT + "import signal\nos.fork() or (say(os.getpid()), signal.pause())\nlisten()", says="queued")
+def test_the_dead_fall_out_though_a_forked_child_lives_on(state_dir: Path, join: Join, forked: Any) -> None:
+    dead = forked(WAIT + "import signal\nos.fork() or (say(os.getpid()), signal.pause())\nlisten()", says="queued")
     survivor = int(dead.hear())
     mine = join()
     assert mine.ahead() == [1]

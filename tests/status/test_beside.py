@@ -90,12 +90,12 @@ def sleeper() -> Iterator[Callable[..., int]]:
 
 
 @pytest.fixture
-def holder(child: Any) -> Callable[..., int]:
+def holder(forked: Any) -> Callable[..., int]:
     """Let another process claim some GPUs of the host that is simulated, and return its pid."""
 
     def start(only: str, **options: object) -> int:
         code = f"hold(len({only!r}.split(',')), only={only!r}, **{options}); say('held'); listen()"
-        return int(child(PRELUDE + code, says="held").pid)
+        return int(forked(PRELUDE + code, says="held").pid)
 
     return start
 
@@ -113,11 +113,11 @@ def after() -> Iterator[list[int]]:
 
 
 def test_a_process_of_another_user_beside_a_claim(
-    driver: Driver, child: Any, sleeper: Any, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, forked: Any, sleeper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the table, the document, the page, the metrics and by doctor: by its user and its memory."""
     ben = sleeper(uid=BEN)
-    anna = child(PRELUDE + "hold(only=0); say('held'); listen()", says="held")
+    anna = forked(PRELUDE + "hold(only=0); say('held'); listen()", says="held")
     driver.put(0, on_gpu(anna.pid), on_gpu(ben, 69.8))
     text = f"process {ben} of {BEN} uses 69.8 GiB beside this claim"
     status = driver.look()

@@ -86,7 +86,7 @@ def sleeper() -> Iterator[Callable[..., int]]:
     yield start
     for one in started:
         with one:
-            one.kill()
+            os.killpg(one.pid, signal.SIGKILL)  # what it has started too
 
 
 @pytest.fixture
@@ -210,12 +210,15 @@ def test_a_descendant_is_of_the_claim(driver: Driver, child: Any, eventually: An
     assert driver.remarks() == []
 
 
-def test_a_descendant_in_a_pid_namespace_is_of_the_claim(driver: Driver, child: Any, eventually: Any) -> None:
+def test_a_descendant_in_a_pid_namespace_is_of_the_claim(
+    driver: Driver, child: Any, after: list[int], eventually: Any
+) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to make namespaces")
     words = "['unshare', '--pid', '--fork', '--kill-child', 'sleep', 'infinity']"
     parent = child(PRELUDE + f"hold(only=0); say(subprocess.Popen({words}).pid); listen()")
-    (pid,) = api.procfs.descendants(forking(int(parent.hear()), eventually))
+    after.append(int(parent.hear()))
+    (pid,) = api.procfs.descendants(forking(after[-1], eventually))
     driver.put(0, on_gpu(pid))
     assert api.procfs.family_of(pid) is None
     assert driver.remarks() == []
@@ -239,7 +242,7 @@ def test_what_a_command_leaves_is_of_the_claim_that_it_keeps(
 ) -> None:
     """``run`` becomes the command, which keeps the entry across exec, and so do its children."""
     code = f"import os, signal\n{ORPHAN}\nos.setsid(); print(os.getpid(), flush=True); signal.pause()"
-    started = command.start("run", "--only", "0", "--", "sh", "-c", f'"{sys.executable}" -c "$0"; sleep 1000', code)
+    started = command.start("run", "--only", "0", "--", "sh", "-c", f'"{sys.executable}" -c "$0"; exec sleep 1000', code)
     pid = int(started.stdout.readline())
     after.append(pid)
     driver.put(0, on_gpu(started.pid), on_gpu(pid))

@@ -1,7 +1,7 @@
 """The guard around every test: none touches a real GPU unless it says so, none sees the outer job, and nothing stays.
 
 What stays of a test is a variable, a binding, a thread, a descriptor or the handler of a signal in this process. Of a
-claim it is more.
+claim it is more; of a whole run it is a process.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -107,6 +108,30 @@ def nothing_stays() -> Iterator[None]:
                 thread.join(10)  # it may be about to end
         if stays := process_state().changes(before):
             pytest.fail(f"this stays of the test: {stays}", pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail a run that leaves processes. One that has just been killed has some time to end."""
+    yield
+    place = str(tmp_path_factory.getbasetemp())
+    deadline = time.monotonic() + 10
+    while (left := _started_in(place)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == [], "these processes stay, and the tests that started them"
+
+
+def _started_in(place: str) -> list[tuple[str, str]]:
+    """Return the programs whose state directory is below a directory, and the test in which each was started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            lines = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = dict(line.split("=", 1) for line in lines if "=" in line)
+            if path.name != str(os.getpid()) and environment.get("SAFE_GPU_DIR", "").startswith(f"{place}/"):
+                command = (path / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                found.append((command[:80], environment.get("PYTEST_CURRENT_TEST", "")))
+    return found
 
 
 @pytest.fixture(autouse=True)

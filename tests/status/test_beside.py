@@ -242,7 +242,9 @@ def test_what_a_command_leaves_is_of_the_claim_that_it_keeps(
 ) -> None:
     """``run`` becomes the command, which keeps the entry across exec, and so do its children."""
     code = f"import os, signal\n{ORPHAN}\nos.setsid(); print(os.getpid(), flush=True); signal.pause()"
-    started = command.start("run", "--only", "0", "--", "sh", "-c", f'"{sys.executable}" -c "$0"; exec sleep 1000', code)
+    started = command.start(
+        "run", "--only", "0", "--", "sh", "-c", f'"{sys.executable}" -c "$0"; exec sleep 1000', code
+    )
     pid = int(started.stdout.readline())
     after.append(pid)
     driver.put(0, on_gpu(started.pid), on_gpu(pid))

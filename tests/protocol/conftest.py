@@ -1,4 +1,4 @@
-"""Two clients of one protocol, ``client.c`` and this package, on one simulated host; both become ``job.c``."""
+"""Two clients of one protocol, ``complete/client.c`` and this package, on one simulated host; both become ``job.c``."""
 
 import functools
 import json
@@ -74,7 +74,7 @@ def break_source(text: str, broken: str) -> str:
 def build() -> Iterator[Callable[..., str]]:
     """``build("job.c")`` compiles it, once, where other users can run it too.
 
-    ``build("client_for_tests.c", "no doors")`` compiles a client that is broken as in BROKEN.
+    ``build("complete/for_tests.c", "no doors")`` compiles a client that is broken as in BROKEN.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or unavailable("needs a C compiler")
     with tempfile.TemporaryDirectory(prefix="safe-gpu-client-") as directory:
@@ -82,7 +82,8 @@ def build() -> Iterator[Callable[..., str]]:
 
         @functools.cache
         def compiled(source: str, broken: str) -> str:
-            path = f"{directory}/{Path(source).stem} {broken}".strip().replace(" ", "-")
+            name = f"{source} {broken}".strip().replace(" ", "-").replace("/", "-")
+            path = f"{directory}/{name}"
             words = [compiler, "-std=c11", "-O0", "-o", path, "-x", "c", "-"]
             text = break_source(whole_source(HERE / source), broken)
             subprocess.run(words, input=text, text=True, check=True, timeout=120)
@@ -180,7 +181,7 @@ class Scene:
         if kind == "c":
             names = ",".join(map(spelling, only) if only else self.uuids)
             listed = ("-n", str(size), "-g", names, "-m", str(self.capacity))
-            return [self.build("client_for_tests.c", broken), *spelt, *listed]
+            return [self.build("complete/for_tests.c", broken), *spelt, *listed]
         run = [sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q"]
         if only:
             run += ["--only", ",".join(gpu.uuid for gpu in only)]

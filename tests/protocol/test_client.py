@@ -1,4 +1,4 @@
-"""The simplest client of the protocol, in C: what it holds is seen by this package, and the reverse."""
+"""A client of the protocol in C: what it holds is seen by this package, and the reverse."""
 
 import os
 import re
@@ -15,8 +15,8 @@ import pytest
 from support.real import long
 
 SOURCES = [
-    pytest.param(path, id=path.name, marks=[long] if path.name == "client_for_tests.c" else [])
-    for path in sorted(Path(__file__).parent.glob("*.c"))
+    pytest.param(path, id=f"{path.parent.name}/{path.name}", marks=[long] if path.name == "for_tests.c" else [])
+    for path in sorted(Path(__file__).parent.rglob("*.c"))
 ]
 KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
@@ -36,9 +36,9 @@ def test_it_compiles_without_a_warning(name: str, source: Path) -> None:
 
 
 def test_the_client_is_a_program_of_its_own(scene: Any) -> None:
-    """Without client_for_tests.c it knows no driver, and takes the doors of real GPUs."""
+    """Without for_tests.c it knows no driver, and takes the doors of real GPUs."""
     uuid = f"GPU-{uuid4()}"
-    words = [scene.build("client.c"), "-n", "1", "-g", uuid, "-t", "0"]
+    words = [scene.build("complete/client.c"), "-n", "1", "-g", uuid, "-t", "0"]
     show = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read line"]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*words, *show], env=scene.env, **streams) as holder:

@@ -151,7 +151,7 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way: str) -> None:
-    done = entry_race(build("client_for_tests.c"), "--seconds", "4", *way.split())
+    done = entry_race(build("complete/for_tests.c"), "--seconds", "4", *way.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'claimed'" in done.stdout
 
@@ -164,7 +164,7 @@ def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way:
 )
 def test_a_broken_client_is_caught(build: Callable[..., str], broken: str, way: str) -> None:
     """It takes host.lock, so the others do not."""
-    client = build("client_for_tests.c", broken)
+    client = build("complete/for_tests.c", broken)
     done = entry_race(client, "--seconds", "90", "--until-found", "--host-lock", "off", way)
     assert "violation" in done.stdout, done.stdout + done.stderr
 

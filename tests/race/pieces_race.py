@@ -8,7 +8,7 @@ a GPU is not divided while somebody computes there, and whoever has claimed all 
 on its first piece.
 
     tests/race/pieces_race.py --vendor mig --seconds 600
-    cc -std=c11 -o /tmp/client tests/protocol/client_for_tests.c
+    cc -std=c11 -o /tmp/client tests/protocol/complete/for_tests.c
     tests/race/pieces_race.py --vendor amd --directories --client /tmp/client
 """
 

@@ -1,7 +1,7 @@
 /* The client of client.c on a simulated host, and with claims inside claims. The simulated host is that of
  * SAFE_GPU_DRIVER=simulated:PRESET, as for the package.
  *
- *   cc -std=c11 -o client client_for_tests.c
+ *   cc -std=c11 -o client for_tests.c
  *   client [-i] ...
  *
  * -i: claims inside this one are allowed. The rest is as in client.c. */

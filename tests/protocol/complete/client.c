@@ -1,7 +1,7 @@
-/* The simplest client of safe_gpu/coordination/PROTOCOL.md, written from that page. Each part has the name of the
- * section that it is of, and they stand in the order of the page: Files and Entries in client_entries.h, which is
- * included below, and all from Doors on here. The steps of a claim, which use all the rest, stand last. Reading JSON,
- * /proc and what else is no part of the protocol is in client_helpers.h.
+/* A complete client of safe_gpu/coordination/PROTOCOL.md, written from that page. Each part has the name of the section
+ * that it is of, and they stand in the order of the page: Files and Entries in entries.h, which is included below, and
+ * all from Doors on here. The steps of a claim, which use all the rest, stand last. Reading JSON, /proc and what else
+ * is no part of the protocol is in helpers.h.
  *
  *   cc -std=c11 -o client client.c
  *   client -n N -g UUID,UUID,... [-m BYTES] [-s BYTES] [-f SECONDS] [-t SECONDS] COMMAND [ARGUMENT ...]
@@ -13,8 +13,8 @@
  *
  * It knows no driver: set poll_driver. Left out: contexts, displays, faults, the history, the file of settings, a turn
  * of its own, passing those who wait ahead, kernels without locks of open file descriptions, and claims inside claims,
- * which client_for_tests.c adds. */
-#include "client_helpers.h"
+ * which for_tests.c adds. */
+#include "helpers.h"
 
 enum { MOST_GPUS = 64, MOST_PIDS = 64, MOST_DOORS = 8, UUID_SIZE = 101, MODE_SIZE = 9 };
 
@@ -53,7 +53,7 @@ static const char *name_of(const struct gpu *gpu, int name) { return name ? gpu-
 
 static long long taken_of(const struct gpu *gpu, const char *said); /* Pieces */
 
-#include "client_entries.h"
+#include "entries.h"
 
 static bool takes_room(const struct entry *e); /* A claim: what is in the way */
 

@@ -1,4 +1,4 @@
-"""Two clients of one protocol, ``complete/client.c`` and this package, on one simulated host; both become ``job.c``."""
+"""Clients of one protocol, two in C and this package, on one simulated host; all become ``job.c``."""
 
 import functools
 import json
@@ -34,7 +34,9 @@ SHORT = (
     "test_the_client_is_a_program_of_its_own",
 )
 
-# One option of the client in C is two of ``safe-gpu run``.
+SHORT_FILES = ("test_hostile_files.py", "test_example.py")
+
+# One option of the clients in C is two of ``safe-gpu run``.
 OPTIONS = {
     "now": {"c": ("-t", "0"), "python": ("--timeout", "0")},
     "a minute": {"c": ("-f", "60"), "python": ("--for", "1m")},
@@ -48,23 +50,51 @@ OPTIONS = {
 SEED = os.environ.get("SAFE_GPU_TEST_SEED", "")
 
 
-# Builds of the client that are broken on purpose: what its sources say, and what they say instead.
+# The programs of the two clients in C.
+PROGRAMS = {"c": "complete/for_tests.c", "minimal": "client.c"}
+
+# How the sources are changed before they are compiled: what they say, and what they say instead.
+ALWAYS = {
+    # The example knows no simulated hosts, so it is told where their doors are.
+    "client.c": {'"safe-gpu/1/%s%s", uuid, tail': '"safe-gpu/1/%s%s%s", getenv("DOORS_OF_SIMULATED_HOST"), uuid, tail'}
+}
+
+# Builds that are broken on purpose.
 BROKEN = {
-    "": {},
-    "no second listing": {
-        "  list(&claims);\n  remove_dead(&claims);\n": "",
-        "  renameat(d->fd,": "  nap(0.01, 0.01);\n  renameat(d->fd,",  # it takes its time to name its entry
+    "complete/for_tests.c": {
+        "no second listing": {
+            "  list(&claims);\n  remove_dead(&claims);\n": "",
+            "  renameat(d->fd,": "  nap(0.01, 0.01);\n  renameat(d->fd,",  # it takes its time to name its entry
+        },
+        "not locked": {"!fcntl(fd, F_OFD_SETLK, &lock)": "true"},
+        "no doors": {"if (without_doors) return true;": "return true;"},
+        "no part of the GPU": {"if (gpu->is_piece && !take_part_of_pieces(gpu)) return false;": ""},
+        "no queue": {"bool is_first = !nearest_ahead(&count);": "bool is_first = nearest_ahead(&count) || true;"},
     },
-    "not locked": {"!fcntl(fd, F_OFD_SETLK, &lock)": "true"},
-    "no doors": {"if (without_doors) return true;": "return true;"},
-    "no part of the GPU": {"if (gpu->is_piece && !take_part_of_pieces(gpu)) return false;": ""},
-    "no queue": {"bool is_first = !nearest_ahead(&count);": "bool is_first = nearest_ahead(&count) || true;"},
+    "client.c": {
+        "no second listing": {
+            "{ /* 4 and 5, when host.lock has been given back */\n  list_claims();\n": "{\n",
+            "  renameat(d->fd,": "  nap(10000, 10001);\n  renameat(d->fd,",
+        },
+        "no host.lock": {"flock(host_lock, LOCK_EX | LOCK_NB)": "false"},
+        "not locked": {"  if (fcntl(d->own, F_OFD_SETLK, &lock)) err(": "  if (lock.l_len) err("},
+        "no doors": {
+            "  int whole = take_door(gpu->uuid, -1);\n": "  int whole = socket(AF_UNIX, SOCK_DGRAM, 0);\n",
+            "  bits held = held_parts(gpu->uuid);\n": "  bits held = 0;\n",
+        },
+        # A driver that shows a stranger on every GPU from the second poll of an attempt on.
+        "a driver": {
+            "static void poll_driver(void) {}": "static void poll_driver(void) {\n"
+            '  for (int i = 0; i < gpu_count; i++) gpus[i].is_busy = claims.own >= 0 && getenv("STRANGER");\n}'
+        },
+    },
 }
 
 
-def break_source(text: str, broken: str) -> str:
-    """Return all sources of the client as BROKEN changes them."""
-    for said, instead in BROKEN[broken].items():
+def changed(text: str, source: str, broken: str) -> str:
+    """Return all sources of a program as they are compiled."""
+    changes = {**ALWAYS.get(source, {}), **(BROKEN[source][broken] if broken else {})}
+    for said, instead in changes.items():
         assert text.count(said) == 1, f"the client does not say {said!r} once"
         text = text.replace(said, instead)
     return text
@@ -74,7 +104,7 @@ def break_source(text: str, broken: str) -> str:
 def build() -> Iterator[Callable[..., str]]:
     """``build("job.c")`` compiles it, once, where other users can run it too.
 
-    ``build("complete/for_tests.c", "no doors")`` compiles a client that is broken as in BROKEN.
+    ``build("client.c", "no doors")`` compiles a client that is broken as in BROKEN.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or unavailable("needs a C compiler")
     with tempfile.TemporaryDirectory(prefix="safe-gpu-client-") as directory:
@@ -85,7 +115,7 @@ def build() -> Iterator[Callable[..., str]]:
             name = f"{source} {broken}".strip().replace(" ", "-").replace("/", "-")
             path = f"{directory}/{name}"
             words = [compiler, "-std=c11", "-O0", "-o", path, "-x", "c", "-"]
-            text = break_source(whole_source(HERE / source), broken)
+            text = changed(whole_source(HERE / source), source, broken)
             subprocess.run(words, input=text, text=True, check=True, timeout=120)
             os.chmod(path, 0o755)
             return path
@@ -111,7 +141,11 @@ def spelling(gpu: api.Gpu) -> str:
 
 
 class Party:
-    """A process that claims and becomes a job: of the C client (``kind`` "c") or of ``safe-gpu run`` ("python")."""
+    """A process that claims and becomes a job.
+
+    Args:
+        kind: of the complete client in C ("c"), of the example ("minimal"), or of ``safe-gpu run`` ("python").
+    """
 
     def __init__(self, kind: str, size: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
         self.kind, self.size = kind, size
@@ -169,6 +203,7 @@ class Scene:
             "SAFE_GPU_SIMULATED_DIR": str(self.tree.parent),
             "SAFE_GPU_DRIVER": f"simulated:{preset}",
             "SAFE_GPU_LEGACY_LOCK": "never",
+            "DOORS_OF_SIMULATED_HOST": api.doors.uuid_prefix(str(self.tree.parent)),
         }
 
     def words(self, kind: str, size: int, *options: str, broken: str = "", only: Sequence[api.Gpu] = ()) -> list[str]:
@@ -177,11 +212,12 @@ class Scene:
         Args:
             options: of OPTIONS; broken: how the C client is broken; only: the devices to choose from, if not all.
         """
-        spelt = [word for option in options for word in OPTIONS[option][kind]]
-        if kind == "c":
+        spelling_of = "python" if kind == "python" else "c"
+        spelt = [word for option in options for word in OPTIONS[option][spelling_of]]
+        if kind in PROGRAMS:
             names = ",".join(map(spelling, only) if only else self.uuids)
             listed = ("-n", str(size), "-g", names, "-m", str(self.capacity))
-            return [self.build("complete/for_tests.c", broken), *spelt, *listed]
+            return [self.build(PROGRAMS[kind], broken), *spelt, *listed]
         run = [sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q"]
         if only:
             run += ["--only", ",".join(gpu.uuid for gpu in only)]
@@ -211,6 +247,10 @@ class Scene:
         words = [*self.words(kind, size, *options, broken=broken, only=only), *(command or self.job(seconds))]
         self.parties.append(Party(kind, size, words, {**self.env, **env}, **process))
         return self.parties[-1]
+
+    def make_state_dir(self, state_dir: Path | None = None) -> None:
+        """Make the state directory, which the example does not."""
+        assert self.ends("c", 1, env={"SAFE_GPU_DIR": str(state_dir or self.state_dir)}) == 0
 
     def said(self, word: str) -> list[list[str]]:
         """What stands behind this word in the log, line by line."""
@@ -264,7 +304,7 @@ class Scene:
 
     def all_can_be_claimed(self) -> None:
         """By each client in turn, without waiting."""
-        for kind in ("c", "python"):
+        for kind in ("minimal", "c", "python"):
             assert self.ends(kind, len(self.uuids), "now") == 0
 
     def close(self) -> None:
@@ -289,7 +329,7 @@ def scene_of(build: Callable[..., str]) -> Iterator[Callable[[str], Scene]]:
 
 @pytest.fixture
 def scene(build: Callable[..., str], request: pytest.FixtureRequest) -> Iterator[Scene]:
-    if not REQUIRED and request.function.__name__ not in SHORT and "hostile" not in request.path.name:
+    if not REQUIRED and request.function.__name__ not in SHORT and request.path.name not in SHORT_FILES:
         pytest.skip("needs SAFE_GPU_REQUIRE_REAL=1, as it takes long")
     with tempfile.TemporaryDirectory(prefix="safe-gpu-protocol-") as path:
         os.chmod(path, 0o1777)

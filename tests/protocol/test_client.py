@@ -1,4 +1,4 @@
-"""A client of the protocol in C: what it holds is seen by this package, and the reverse."""
+"""The clients of the protocol in C: what they hold is seen by this package, and the reverse."""
 
 import os
 import re
@@ -15,11 +15,22 @@ import pytest
 from support.real import long
 
 SOURCES = [
-    pytest.param(path, id=f"{path.parent.name}/{path.name}", marks=[long] if path.name == "for_tests.c" else [])
+    pytest.param(path, id=f"{path.parent.name}/{path.name}", marks=[long] if path.parent.name == "complete" else [])
     for path in sorted(Path(__file__).parent.rglob("*.c"))
 ]
 KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
+ALL_PAIRS = pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param("c", "python", id="C first"),
+        pytest.param("python", "c", id="Python first"),
+        pytest.param("minimal", "python", id="example first"),
+        pytest.param("python", "minimal", id="example second"),
+        pytest.param("minimal", "c", id="example before C", marks=long),
+        pytest.param("c", "minimal", id="example after C", marks=long),
+    ],
+)
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
 USER = 54321  # nobody's
 THEIRS = {"user": USER, "group": USER, "extra_groups": [], "umask": 0o077}
@@ -35,25 +46,30 @@ def test_it_compiles_without_a_warning(name: str, source: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_client_is_a_program_of_its_own(scene: Any) -> None:
+@pytest.mark.parametrize("source", ["complete/client.c", "client.c"])
+def test_the_client_is_a_program_of_its_own(scene: Any, source: str) -> None:
     """Without for_tests.c it knows no driver, and takes the doors of real GPUs."""
     uuid = f"GPU-{uuid4()}"
-    words = [scene.build("complete/client.c"), "-n", "1", "-g", uuid, "-t", "0"]
+    words = [scene.build(source), "-n", "1", "-g", uuid, "-t", "0"]
     show = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read line"]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*words, *show], env=scene.env, **streams) as holder:
+    here = {**scene.env, "DOORS_OF_SIMULATED_HOST": ""}
+    elsewhere = {**here, "SAFE_GPU_DIR": str(scene.directory / "other")}
+    scene.make_state_dir()
+    scene.make_state_dir(scene.directory / "other")
+    with subprocess.Popen([*words, *show], env=here, **streams) as holder:
         assert holder.stdout.readline() == f"{uuid}\n"
         (claim,) = scene.entries("claims")
         assert (claim.pid, claim.gpus) == (holder.pid, {uuid: None})
-        elsewhere = {**scene.env, "SAFE_GPU_DIR": str(scene.directory / "other")}
-        for env in (scene.env, elsewhere):
+        for env in (here, elsewhere):
             assert subprocess.run([*words, "true"], env=env, timeout=40).returncode == 75
         holder.communicate("\n")
-    assert subprocess.run([*words, "true"], env=scene.env, timeout=40).returncode == 0
+    assert subprocess.run([*words, "true"], env=here, timeout=40).returncode == 0
 
 
-@BOTH
+@ALL_PAIRS
 def test_each_sees_what_the_other_holds(scene: Any, first: str, second: str) -> None:
+    scene.make_state_dir()
     holder = scene.until_holds(scene.start(first, 5))
     assert scene.start(second, 4, "now").finish()[0] == 75
     scene.until_holds(scene.start(second, 3, "now"))
@@ -63,9 +79,11 @@ def test_each_sees_what_the_other_holds(scene: Any, first: str, second: str) -> 
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_dead_one_leaves_nothing_that_blocks(scene: Any, how: int) -> None:
-    holder = scene.until_holds(scene.start("c", 8))
-    waiter = scene.until_waits(scene.start("c", 1))
+@pytest.mark.parametrize("kind", ["c", "minimal"])
+def test_a_dead_one_leaves_nothing_that_blocks(scene: Any, how: int, kind: str) -> None:
+    scene.make_state_dir()
+    holder = scene.until_holds(scene.start(kind, 8))
+    waiter = scene.until_waits(scene.start(kind, 1))
     waiter.end(how)
     holder.end(how)
     assert scene.entries("claims") == scene.tickets() == []
@@ -74,20 +92,21 @@ def test_a_dead_one_leaves_nothing_that_blocks(scene: Any, how: int) -> None:
     assert len(dead) <= 1, f"{dead} were to be removed by the next claim of their owner"
 
 
-@BOTH
+@ALL_PAIRS
 def test_both_share_a_gpu(scene: Any, first: str, second: str) -> None:
+    scene.make_state_dir()
     for kind in (first, second):
         scene.until_holds(scene.start(kind, 8, "10 GiB"))
-    for kind in KINDS:
+    for kind in (first, second):
         assert scene.ends(kind, 8, "now", "60 GiB") == 0
     scene.until_holds(scene.start(first, 1, "60 GiB"))
-    for kind in KINDS:
+    for kind in (first, second):
         assert scene.ends(kind, 8, "now", "10 GiB") == 75
         assert scene.ends(kind, 1, "now") == 75
     assert scene.said("rival") == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "minimal"])
 def test_a_share_that_only_a_child_keeps_vouches_for_no_door(scene: Any, kind: str) -> None:
     """The child keeps the entry and no door, so a share of another directory may have it since."""
     work = "import os, safe_gpu\nsafe_gpu.claim_gpus(8, share='10GiB')\nif os.fork(): os._exit(0)\nprint(), input()\n"
@@ -95,6 +114,7 @@ def test_a_share_that_only_a_child_keeps_vouches_for_no_door(scene: Any, kind: s
     child = subprocess.Popen([sys.executable, "-P", "-c", work], env=scene.env, **pipes)
     assert child.wait(40) == 0
     assert child.stdout.readline() == "\n"
+    scene.make_state_dir(scene.directory / "other")
     share = (kind, 1, "now", "10 GiB")
     assert scene.ends(*share) == 0
     scene.until_holds(scene.start(kind, 8, "10 GiB", env={"SAFE_GPU_DIR": str(scene.directory / "other")}))
@@ -147,8 +167,10 @@ def test_the_scope_of_another_user_lets_nobody_in(scene: Any) -> None:
         assert "SAFE_GPU_SCOPE" in err
 
 
-@BOTH
+@ALL_PAIRS
 def test_doors_keep_two_state_directories_apart(scene: Any, first: str, second: str) -> None:
+    scene.make_state_dir()
+    scene.make_state_dir(scene.directory / "other")
     other = {"SAFE_GPU_DIR": str(scene.directory / "other")}
     holder = scene.until_holds(scene.start(first, 6))
     for size, code in ((3, 75), (2, 0)):
@@ -160,8 +182,9 @@ def test_doors_keep_two_state_directories_apart(scene: Any, first: str, second: 
     assert scene.said("rival") == []
 
 
-@BOTH
+@ALL_PAIRS
 def test_a_cleaned_directory_gives_no_gpu_away(scene: Any, first: str, second: str) -> None:
+    scene.make_state_dir()
     scene.until_holds(scene.start(first, 6))
     waiter = scene.until_waits(scene.start(second, 8))
     shutil.rmtree(scene.state_dir)
@@ -201,14 +224,14 @@ def test_of_a_claim_half_dead_nobody_gets_a_gpu_that_another_gets(scene, first: 
     assert len(scene.served()) < 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "minimal"])
 def test_nobody_claims_what_is_drained(scene: Any, kind: str) -> None:
     scene.start("c", 1, command=["true"]).finish()  # makes the directory
     closed = scene.state_dir / "closed"
     closed.write_text(f"{scene.uuids[0]} - - - a fan is broken\n")
     closed.chmod(0o644)
     shown = scene.start(kind, 1, "now", command=["printenv", "CUDA_VISIBLE_DEVICES"]).finish()[1]
-    assert shown.strip() == scene.uuids[1]
+    assert shown.strip() in scene.uuids[1:]
     assert scene.ends(kind, 8, "now") == 75
     closed.chmod(0o646)  # anybody may have written it
     assert scene.ends(kind, 8, "now") == 0

@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import api
+from support.state import entry_name as name
+from support.state import living
 
 NEIGHBOUR, VICTIM, OTHER = 4711, 4712, 4713
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
@@ -20,21 +20,6 @@ JUNK = (b"", b'"', b"{", b"]", b"\\", b"\xff", b"-", b"9" * 40, b"[" * 5000, b"\
 
 def claims_all(scene: Any) -> int:
     return int(scene.ends("c", 8, "now"))
-
-
-@contextmanager
-def living(path: Path, data: bytes) -> Iterator[None]:
-    """An entry whose owner keeps it locked, whatever it says."""
-    path.write_bytes(data)
-    path.chmod(0o644)
-    with path.open("r+b") as file:
-        api.lock(file.fileno())
-        yield
-        api.unlock(file.fileno())
-
-
-def name(number: int) -> str:
-    return f"{number}.{number:016x}"
 
 
 def mutated(scene: Any, good: dict[str, Any]) -> bytes:

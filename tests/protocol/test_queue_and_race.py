@@ -1,4 +1,4 @@
-"""Both clients claim the same GPUs at once, and some are killed: no GPU is ever held twice. They stand in one queue,
+"""All clients claim the same GPUs at once, and some are killed: no GPU is ever held twice. They stand in one queue,
 which is served in the order of arrival, whatever the sizes and whichever client dies in it."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from support import api
 from support.real import long
 
 KINDS = ("c", "python")
+CLIENTS = (*KINDS, "minimal")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
 
 
@@ -72,17 +73,18 @@ def checked_queue(scene: Any) -> CheckedQueue:
 def test_a_mixed_queue_is_served_in_order_of_arrival(checked_queue: CheckedQueue, scene: Any) -> None:
     checked_queue.arrive("c", 8)
     for number in range(60 if scene.required else 8):
-        checked_queue.arrive(KINDS[number % 2], scene.random.choice((1, 2, 4, 8)))
+        checked_queue.arrive(CLIENTS[number % 3], scene.random.choice((1, 2, 4, 8)))
     assert scene.tickets() == [party.pid for party in checked_queue.queue]
     checked_queue.finish()
 
 
 @pytest.mark.timeout(300)
 def test_whoever_dies_in_the_queue_does_not_block_it(checked_queue: CheckedQueue, scene: Any) -> None:
+    scene.make_state_dir()
     for _ in range(200 if scene.required else 16):
         choice = scene.random.random()
         if choice < 0.5 or not checked_queue.queue:
-            checked_queue.arrive(scene.random.choice(KINDS), scene.random.choice((1, 2, 4, 8)))
+            checked_queue.arrive(scene.random.choice(CLIENTS), scene.random.choice((1, 2, 4, 8)))
         elif choice < 0.75:
             checked_queue.end(checked_queue.queue, scene.random.randrange(len(checked_queue.queue)))
         else:
@@ -141,6 +143,13 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
+def race_in_order(client: str, way: str) -> None:
+    """A race in which nothing is found."""
+    done = entry_race(client, "--seconds", "4", *way.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'claimed'" in done.stdout
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -151,20 +160,32 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way: str) -> None:
-    done = entry_race(build("complete/for_tests.c"), "--seconds", "4", *way.split())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "'claimed'" in done.stdout
+    race_in_order(build("complete/for_tests.c"), way)
+
+
+@long
+@pytest.mark.parametrize(
+    "way",
+    [
+        "--host-lock on --shares --orphans",
+        "--host-lock off --shares --directories",
+        pytest.param("--host-lock off --shares --networks", marks=NETWORKS),
+    ],
+)
+def test_entries_and_doors_alone_keep_the_example_apart(build: Callable[..., str], way: str) -> None:
+    race_in_order(build("client.c"), way)
 
 
 @long
 @NETWORKS
+@pytest.mark.parametrize("source", ["complete/for_tests.c", "client.c"])
 @pytest.mark.parametrize(
     ("broken", "way"),
     [("no second listing", "--networks"), ("not locked", "--networks"), ("no doors", "--directories")],
 )
-def test_a_broken_client_is_caught(build: Callable[..., str], broken: str, way: str) -> None:
+def test_a_broken_client_is_caught(build: Callable[..., str], source: str, broken: str, way: str) -> None:
     """It takes host.lock, so the others do not."""
-    client = build("complete/for_tests.c", broken)
+    client = build(source, broken)
     done = entry_race(client, "--seconds", "90", "--until-found", "--host-lock", "off", way)
     assert "violation" in done.stdout, done.stdout + done.stderr
 
@@ -192,9 +213,9 @@ def test_all_clients_see_one_order(scene: Any, as_user: Any) -> None:
         (scene.directory / order).chmod(0o644)
 
     def start(size: int, seconds: float) -> Any:
-        kind, uid = scene.random.choice(("c", "fair", "fair", "fifo")), scene.random.choice(USERS)
-        if kind == "c":
-            return scene.start("c", size, seconds=seconds, user=uid)
+        kind, uid = scene.random.choice(("c", "minimal", "fair", "fair", "fifo")), scene.random.choice(USERS)
+        if kind in ("c", "minimal"):
+            return scene.start(kind, size, seconds=seconds, user=uid)
 
         def work(say: Any, listen: Any) -> None:
             os.environ.update(scene.env, SAFE_GPU_POLICY=str(scene.directory / kind))

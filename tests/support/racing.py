@@ -18,7 +18,7 @@ from support.kernel import adopt_orphans, end_descendants, ended_children, leave
 from support.referee import Referee
 from support.stage import HostDirectory, import_everything, temporary_host
 
-from safe_gpu.coordination import host_lock
+from safe_gpu.coordination import doors, host_lock
 
 WORKER = "worker"
 """How the names of the processes begin that claim, and are killed."""
@@ -46,6 +46,7 @@ def host_of_race(preset: str, *, has_host_lock: bool = True) -> Iterator[HostDir
         import_everything()  # not by each process
         if not has_host_lock:
             host_lock.lock_file = lambda fd, path: True
+        os.environ["DOORS_OF_SIMULATED_HOST"] = doors.uuid_prefix(host.tree)  # for the example in C, which knows none
         yield host
 
 

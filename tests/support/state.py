@@ -47,6 +47,24 @@ def write_for_all(path: Path, content: str | bytes) -> None:
     path.chmod(0o666)
 
 
+def entry_name(number: int) -> str:
+    """A name that an entry may have."""
+    return f"{number}.{number:016x}"
+
+
+@contextmanager
+def living(path: Path, data: bytes) -> Iterator[None]:
+    """An entry that its owner keeps locked, whatever it says."""
+    from safe_gpu.host.locks import lock, unlock
+
+    path.write_bytes(data)
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        lock(file.fileno())
+        yield
+        unlock(file.fileno())
+
+
 @contextmanager
 def locked_host(path: Path | None = None) -> Iterator[Any]:
     """Hold host.lock of the state directory of this test, or of another one, with all claims and tickets seen."""

@@ -1,7 +1,7 @@
-/* A complete client of safe_gpu/coordination/PROTOCOL.md, written from that page. Each part has the name of the section
- * that it is of, and they stand in the order of the page: Files and Entries in entries.h, which is included below, and
- * all from Doors on here. The steps of a claim, which use all the rest, stand last. Reading JSON, /proc and what else
- * is no part of the protocol is in helpers.h.
+/* A client of safe_gpu/coordination/PROTOCOL.md, written from that page, with much of what the example, ../client.c,
+ * leaves out. Each part has the name of the section that it is of, and they stand in the order of the page: Files and
+ * Entries in entries.h, which is included below, and all from Doors on here. The steps of a claim, which use all the
+ * rest, stand last. Reading JSON, /proc and what else is no part of the protocol is in helpers.h.
  *
  *   cc -std=c11 -o client client.c
  *   client -n N -g UUID,UUID,... [-m BYTES] [-s BYTES] [-f SECONDS] [-t SECONDS] COMMAND [ARGUMENT ...]

@@ -280,11 +280,16 @@ def test_a_dropped_owner_lets_go_of_nothing(host: Any) -> None:
     assert safe_gpu.get_free_gpus() == ALL
 
 
-LEAVE_A_PROGRAM = "os.system('sleep 20 > /dev/null 2>&1 < /dev/null &'); os._exit(5)"  # it does not inherit the claim
+LEAVE_A_PROGRAM = """
+import subprocess
+left = subprocess.Popen(["sleep", "20"], stdin=-3, stdout=-3, stderr=-3, close_fds=False)  # it inherits no claim
+say(left.pid)
+os._exit(5)
+"""
 ENDS = ["sys.exit(3)", LEAVE_A_PROGRAM, "1 / 0", signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ENDS, ids=["exit", "leaves a program", "error", "TERM", "KILL", "INT"])
 def test_any_end_of_the_process_frees_its_gpus(child: Any, eventually: Any, end: str | int) -> None:
     process = child(f"{CLAIM}listen()\n{end if isinstance(end, str) else ''}\n")
     assert process.hear() == "0 1"
@@ -297,8 +302,12 @@ def test_any_end_of_the_process_frees_its_gpus(child: Any, eventually: Any, end:
 
     if isinstance(end, str):
         process.tell()
+    if end == LEAVE_A_PROGRAM:
+        left = int(process.hear())
     eventually(ended)
     assert safe_gpu.get_free_gpus() == ALL
+    if end == LEAVE_A_PROGRAM:
+        os.kill(left, signal.SIGKILL)
 
 
 def test_an_affinity_that_cannot_be_had_fails_only_claims_that_ask_for_it(host, untouched, monkeypatch, caplog) -> None:

@@ -122,7 +122,7 @@ def missing() -> NoDriverError | None:
 
 
 def why_missing() -> str | None:
-    """Return the text of this error; None when both are there."""
+    """Return the text of the error of :func:`missing`; None when there is none."""
     error = missing()
     if error is None:
         return None

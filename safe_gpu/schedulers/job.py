@@ -413,7 +413,7 @@ class HTCondor(Scheduler):
 # Slurm first: sbatch passes on the environment it is called in, so a Slurm job may carry another scheduler's variables.
 # The order of the others does not matter, as none takes a job of another for its own.
 SCHEDULERS: tuple[Scheduler, ...] = (Slurm(), GridEngine(), Pbs(), Lsf(), Flux(), HTCondor())
-"""All that are known. The tests ``test_a_scheduler_...`` say what one more needs beside its class."""
+"""All that are known. The tests of this module say what one more needs beside its class."""
 
 
 def scheduler_of(job: JobContext) -> Scheduler | None:

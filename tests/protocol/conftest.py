@@ -93,7 +93,9 @@ BROKEN = {
 
 def changed(text: str, source: str, broken: str) -> str:
     """Return all sources of a program as they are compiled."""
-    changes = {**ALWAYS.get(source, {}), **(BROKEN[source][broken] if broken else {})}
+    changes = dict(ALWAYS.get(source, {}))
+    if broken:
+        changes |= BROKEN[source][broken]
     for said, instead in changes.items():
         assert text.count(said) == 1, f"the client does not say {said!r} once"
         text = text.replace(said, instead)
